@@ -1,0 +1,1 @@
+"""Messages and service stubs generated from protos/radixpool/v1 (never edited by hand)."""

@@ -1,0 +1,52 @@
+# Every target does the set-up it needs: a virtual environment in .venv with the versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+SETUP := .venv/.installed
+STEPS ?= 20000
+SEEDS ?= 1000
+ARGS ?=
+
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check lint types protos bench clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+$(SETUP): constraints.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("radixpool needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup: $(SETUP)  ## make .venv with the locked versions
+
+run: $(SETUP)  ## the demo: manager, pool holder and two workers on a real model (ARGS="--help" for options)
+	$(BIN)/radixpool demo $(ARGS)
+
+test: $(SETUP)  ## the whole test suite
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+check: $(SETUP) lint types  ## lint, types, import rules, generated code
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/protos.py --check
+
+lint: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(SETUP)
+	$(BIN)/mypy
+
+protos: $(SETUP)  ## regenerate src/radixpool/v1 from protos/
+	$(BIN)/python scripts/protos.py
+
+bench: $(SETUP)  ## speed of the tree on this machine (ARGS="--help" for options)
+	$(BIN)/python bench/tree.py $(ARGS)
+
+clean:  ## remove everything that make made
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist out src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

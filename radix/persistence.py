@@ -1,0 +1,55 @@
+"""What the cache tells the outside so that its contents outlive the process.
+
+The cache does no I/O. Whoever wants it to survive a crash hands a `Persistence` to the constructor; the cache calls it
+**before** the change that the call describes, so that at every instant what is written is a safe subset of the truth:
+
+* a block is recorded as stored before it becomes findable,
+* a record is cleared before its block leaves the tree, and so before the block can be handed out again,
+* a block is marked private before a sequence can write to it, and free only after the last possible write.
+
+A call may raise to refuse (a full disk). Then the cache must not have changed anything, and the error reaches the caller.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from radixpool.radix.namespace import Namespace
+
+    BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class Persistence(Protocol):
+    """Records block state changes; every method is called before the change and may raise to refuse it."""
+
+    def handed_out(self, blocks: "BlockIds") -> None:
+        """Note that free `blocks` become private to a sequence: from now on a worker may write to them."""
+
+    def stored(
+        self,
+        blocks: "BlockIds",
+        tokens: bytes,
+        *,
+        parent: int,
+        position: int,
+        namespace: "Namespace",
+        last_use: int,
+    ) -> None:
+        """Record a run of committed blocks that is about to become findable.
+
+        `blocks` are in path order, `tokens` their ids (packed little-endian uint32, one block size per block), `parent`
+        the tree block before the run or -1, `position` the index of the first block in its path, `last_use` the
+        cache's logical clock.
+        """
+
+    def touched(self, block: int, last_use: int) -> None:
+        """Note the recency of a path by its deepest tree block; ancestors are at least as recent as descendants."""
+
+    def removed(self, blocks: "BlockIds") -> None:
+        """Clear the records of `blocks`, which are about to leave the tree. They are not free yet."""
+
+    def returned(self, blocks: "BlockIds") -> None:
+        """Note that `blocks` become free: nobody can write to them until they are handed out again."""

@@ -26,47 +26,49 @@ from radixpool.v1 import cache_pb2 as radixpool_dot_v1_dot_cache__pb2
 from radixpool.v1 import common_pb2 as radixpool_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18radixpool/v1/admin.proto\x12\x0cradixpool.v1\x1a\x18radixpool/v1/cache.proto\x1a\x19radixpool/v1/common.proto\"\x11\n\x0fGetStatsRequest\"\x96\x01\n\x10GetStatsResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.radixpool.v1.CacheStats\x12+\n\x07service\x18\x03 \x01(\x0b\x32\x1a.radixpool.v1.ServiceStats\"\xb8\x02\n\nCacheStats\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x05 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x06 \x01(\r\x12\x15\n\rpinned_blocks\x18\x07 \x01(\r\x12\x15\n\rnum_sequences\x18\x08 \x01(\r\x12\x16\n\x0equeried_tokens\x18\t \x01(\x04\x12\x12\n\nhit_tokens\x18\n \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x0b \x01(\x04\x12\x19\n\x11\x61\x64mitted_requests\x18\x0c \x01(\x04\x12\x18\n\x10refused_requests\x18\r \x01(\x04\"~\n\x0cServiceStats\x12\x11\n\tuptime_ms\x18\x01 \x01(\x04\x12\x13\n\x0bnum_clients\x18\x02 \x01(\r\x12\x16\n\x0e\x65xpired_leases\x18\x03 \x01(\x04\x12\x17\n\x0f\x66\x65nced_requests\x18\x04 \x01(\x04\x12\x15\n\ropen_sessions\x18\x05 \x01(\r\"\x18\n\x16\x43heckInvariantsRequest\"o\n\x17\x43heckInvariantsResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12\x12\n\nviolations\x18\x02 \x03(\t\x12\x12\n\nelapsed_us\x18\x03 \x01(\x04\"S\n\x12InspectTreeRequest\x12*\n\tnamespace\x18\x01 \x01(\x0b\x32\x17.radixpool.v1.Namespace\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\"\xa4\x01\n\x08TreeNode\x12\x0f\n\x07node_id\x18\x01 \x01(\x04\x12\x11\n\tparent_id\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x01(\x0c\x12\x0f\n\x07holders\x18\x05 \x01(\r\x12\x10\n\x08last_use\x18\x06 \x01(\x04\x12*\n\tnamespace\x18\x07 \x01(\x0b\x32\x17.radixpool.v1.Namespace\"\x7f\n\x13InspectTreeResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12%\n\x05nodes\x18\x02 \x03(\x0b\x32\x16.radixpool.v1.TreeNode\x12\x13\n\x0btotal_nodes\x18\x03 \x01(\x04\"\'\n\x13InspectBlockRequest\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\r\"\x8b\x02\n\x14InspectBlockResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.radixpool.v1.BlockState\x12\x0f\n\x07holders\x18\x04 \x01(\r\x12\x11\n\tcommitted\x18\x05 \x01(\x08\x12\x18\n\x0bstart_token\x18\x06 \x01(\rH\x00\x88\x01\x01\x12*\n\tnamespace\x18\x07 \x01(\x0b\x32\x17.radixpool.v1.Namespace\x12\x10\n\x08last_use\x18\x08 \x01(\x04\x42\x0e\n\x0c_start_token\"(\n\x16InspectSequenceRequest\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"\xe2\x01\n\x17InspectSequenceResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10\x63ommitted_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x05 \x01(\x0c\x12*\n\tnamespace\x18\x06 \x01(\x0b\x32\x17.radixpool.v1.Namespace\x12\x13\n\x0b\x63lient_name\x18\x07 \x01(\t\"\x14\n\x12ListClientsRequest\"\x84\x01\n\nClientInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.radixpool.v1.ClientRole\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x15\n\rnum_sequences\x18\x04 \x01(\r\x12\x1a\n\x12lease_remaining_ms\x18\x05 \x01(\r\"n\n\x13ListClientsResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12)\n\x07\x63lients\x18\x02 \x03(\x0b\x32\x18.radixpool.v1.ClientInfo*\x8a\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x02\x12\x14\n\x10\x42LOCK_STATE_HELD\x10\x03\x12\x1b\n\x17\x42LOCK_STATE_QUARANTINED\x10\x04\x32\x98\x04\n\x0c\x41\x64minService\x12I\n\x08GetStats\x12\x1d.radixpool.v1.GetStatsRequest\x1a\x1e.radixpool.v1.GetStatsResponse\x12^\n\x0f\x43heckInvariants\x12$.radixpool.v1.CheckInvariantsRequest\x1a%.radixpool.v1.CheckInvariantsResponse\x12R\n\x0bInspectTree\x12 .radixpool.v1.InspectTreeRequest\x1a!.radixpool.v1.InspectTreeResponse\x12U\n\x0cInspectBlock\x12!.radixpool.v1.InspectBlockRequest\x1a\".radixpool.v1.InspectBlockResponse\x12^\n\x0fInspectSequence\x12$.radixpool.v1.InspectSequenceRequest\x1a%.radixpool.v1.InspectSequenceResponse\x12R\n\x0bListClients\x12 .radixpool.v1.ListClientsRequest\x1a!.radixpool.v1.ListClientsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18radixpool/v1/admin.proto\x12\x0cradixpool.v1\x1a\x18radixpool/v1/cache.proto\x1a\x19radixpool/v1/common.proto\"\x11\n\x0fGetStatsRequest\"\x96\x01\n\x10GetStatsResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12\'\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32\x18.radixpool.v1.CacheStats\x12+\n\x07service\x18\x03 \x01(\x0b\x32\x1a.radixpool.v1.ServiceStats\"\x96\x03\n\nCacheStats\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x05 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x06 \x01(\r\x12\x15\n\rpinned_blocks\x18\x07 \x01(\r\x12\x15\n\rnum_sequences\x18\x08 \x01(\r\x12\x11\n\tnum_nodes\x18\t \x01(\r\x12\x16\n\x0enum_namespaces\x18\n \x01(\r\x12\x16\n\x0equeried_tokens\x18\x0b \x01(\x04\x12\x12\n\nhit_tokens\x18\x0c \x01(\x04\x12\x19\n\x11\x61\x64mitted_requests\x18\r \x01(\x04\x12\x18\n\x10refused_requests\x18\x0e \x01(\x04\x12\x18\n\x10\x63ommitted_blocks\x18\x0f \x01(\x04\x12\x17\n\x0fremapped_blocks\x18\x10 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x11 \x01(\x04\"~\n\x0cServiceStats\x12\x11\n\tuptime_ms\x18\x01 \x01(\x04\x12\x13\n\x0bnum_clients\x18\x02 \x01(\r\x12\x16\n\x0e\x65xpired_leases\x18\x03 \x01(\x04\x12\x17\n\x0f\x66\x65nced_requests\x18\x04 \x01(\x04\x12\x15\n\ropen_sessions\x18\x05 \x01(\r\"\x18\n\x16\x43heckInvariantsRequest\"o\n\x17\x43heckInvariantsResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12\x12\n\nviolations\x18\x02 \x03(\t\x12\x12\n\nelapsed_us\x18\x03 \x01(\x04\"S\n\x12InspectTreeRequest\x12*\n\tnamespace\x18\x01 \x01(\x0b\x32\x17.radixpool.v1.Namespace\x12\x11\n\tmax_nodes\x18\x02 \x01(\r\"\xdf\x01\n\x08TreeNode\x12\r\n\x05level\x18\x01 \x01(\r\x12\x13\n\x0bstart_block\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\x12\x0f\n\x07holders\x18\x04 \x01(\r\x12\x14\n\x0cnum_children\x18\x05 \x01(\r\x12\'\n\x05state\x18\x06 \x01(\x0e\x32\x18.radixpool.v1.BlockState\x12\x10\n\x08last_use\x18\x07 \x01(\x04\x12\x0e\n\x06pinned\x18\x08 \x01(\x08\x12*\n\tnamespace\x18\t \x01(\x0b\x32\x17.radixpool.v1.Namespace\"\x7f\n\x13InspectTreeResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12%\n\x05nodes\x18\x02 \x03(\x0b\x32\x16.radixpool.v1.TreeNode\x12\x13\n\x0btotal_nodes\x18\x03 \x01(\x04\"\'\n\x13InspectBlockRequest\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\r\"\xb8\x02\n\x14InspectBlockResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.radixpool.v1.BlockState\x12\x10\n\x08\x66indable\x18\x04 \x01(\x08\x12\x18\n\x0b\x62lock_index\x18\x05 \x01(\rH\x00\x88\x01\x01\x12*\n\tnamespace\x18\x06 \x01(\x0b\x32\x17.radixpool.v1.Namespace\x12\x15\n\x08last_use\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12+\n\x07holders\x18\x08 \x03(\x0b\x32\x1a.radixpool.v1.SequenceInfoB\x0e\n\x0c_block_indexB\x0b\n\t_last_use\"\xd2\x01\n\x0cSequenceInfo\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x18\n\x10\x63ommitted_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12*\n\tnamespace\x18\x07 \x01(\x0b\x32\x17.radixpool.v1.Namespace\x12\x13\n\x0b\x62lock_table\x18\x08 \x01(\x0c\"d\n\x16InspectSequenceRequest\x12\x10\n\x06handle\x18\x01 \x01(\x0cH\x00\x12\x15\n\x0bsequence_id\x18\x02 \x01(\x04H\x00\x12\x15\n\rmax_sequences\x18\x03 \x01(\rB\n\n\x08sequence\"\x8f\x01\n\x17InspectSequenceResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12-\n\tsequences\x18\x02 \x03(\x0b\x32\x1a.radixpool.v1.SequenceInfo\x12\x17\n\x0ftotal_sequences\x18\x03 \x01(\x04\"\x14\n\x12ListClientsRequest\"\x84\x01\n\nClientInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.radixpool.v1.ClientRole\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x15\n\rnum_sequences\x18\x04 \x01(\r\x12\x1a\n\x12lease_remaining_ms\x18\x05 \x01(\r\"n\n\x13ListClientsResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12)\n\x07\x63lients\x18\x02 \x03(\x0b\x32\x18.radixpool.v1.ClientInfo*\x8a\x01\n\nBlockState\x12\x1b\n\x17\x42LOCK_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x42LOCK_STATE_FREE\x10\x01\x12\x16\n\x12\x42LOCK_STATE_CACHED\x10\x02\x12\x14\n\x10\x42LOCK_STATE_HELD\x10\x03\x12\x1b\n\x17\x42LOCK_STATE_QUARANTINED\x10\x04\x32\x98\x04\n\x0c\x41\x64minService\x12I\n\x08GetStats\x12\x1d.radixpool.v1.GetStatsRequest\x1a\x1e.radixpool.v1.GetStatsResponse\x12^\n\x0f\x43heckInvariants\x12$.radixpool.v1.CheckInvariantsRequest\x1a%.radixpool.v1.CheckInvariantsResponse\x12R\n\x0bInspectTree\x12 .radixpool.v1.InspectTreeRequest\x1a!.radixpool.v1.InspectTreeResponse\x12U\n\x0cInspectBlock\x12!.radixpool.v1.InspectBlockRequest\x1a\".radixpool.v1.InspectBlockResponse\x12^\n\x0fInspectSequence\x12$.radixpool.v1.InspectSequenceRequest\x1a%.radixpool.v1.InspectSequenceResponse\x12R\n\x0bListClients\x12 .radixpool.v1.ListClientsRequest\x1a!.radixpool.v1.ListClientsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixpool.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKSTATE']._serialized_start=2082
-  _globals['_BLOCKSTATE']._serialized_end=2220
+  _globals['_BLOCKSTATE']._serialized_start=2470
+  _globals['_BLOCKSTATE']._serialized_end=2608
   _globals['_GETSTATSREQUEST']._serialized_start=95
   _globals['_GETSTATSREQUEST']._serialized_end=112
   _globals['_GETSTATSRESPONSE']._serialized_start=115
   _globals['_GETSTATSRESPONSE']._serialized_end=265
   _globals['_CACHESTATS']._serialized_start=268
-  _globals['_CACHESTATS']._serialized_end=580
-  _globals['_SERVICESTATS']._serialized_start=582
-  _globals['_SERVICESTATS']._serialized_end=708
-  _globals['_CHECKINVARIANTSREQUEST']._serialized_start=710
-  _globals['_CHECKINVARIANTSREQUEST']._serialized_end=734
-  _globals['_CHECKINVARIANTSRESPONSE']._serialized_start=736
-  _globals['_CHECKINVARIANTSRESPONSE']._serialized_end=847
-  _globals['_INSPECTTREEREQUEST']._serialized_start=849
-  _globals['_INSPECTTREEREQUEST']._serialized_end=932
-  _globals['_TREENODE']._serialized_start=935
-  _globals['_TREENODE']._serialized_end=1099
-  _globals['_INSPECTTREERESPONSE']._serialized_start=1101
-  _globals['_INSPECTTREERESPONSE']._serialized_end=1228
-  _globals['_INSPECTBLOCKREQUEST']._serialized_start=1230
-  _globals['_INSPECTBLOCKREQUEST']._serialized_end=1269
-  _globals['_INSPECTBLOCKRESPONSE']._serialized_start=1272
-  _globals['_INSPECTBLOCKRESPONSE']._serialized_end=1539
-  _globals['_INSPECTSEQUENCEREQUEST']._serialized_start=1541
-  _globals['_INSPECTSEQUENCEREQUEST']._serialized_end=1581
-  _globals['_INSPECTSEQUENCERESPONSE']._serialized_start=1584
-  _globals['_INSPECTSEQUENCERESPONSE']._serialized_end=1810
-  _globals['_LISTCLIENTSREQUEST']._serialized_start=1812
-  _globals['_LISTCLIENTSREQUEST']._serialized_end=1832
-  _globals['_CLIENTINFO']._serialized_start=1835
-  _globals['_CLIENTINFO']._serialized_end=1967
-  _globals['_LISTCLIENTSRESPONSE']._serialized_start=1969
-  _globals['_LISTCLIENTSRESPONSE']._serialized_end=2079
-  _globals['_ADMINSERVICE']._serialized_start=2223
-  _globals['_ADMINSERVICE']._serialized_end=2759
+  _globals['_CACHESTATS']._serialized_end=674
+  _globals['_SERVICESTATS']._serialized_start=676
+  _globals['_SERVICESTATS']._serialized_end=802
+  _globals['_CHECKINVARIANTSREQUEST']._serialized_start=804
+  _globals['_CHECKINVARIANTSREQUEST']._serialized_end=828
+  _globals['_CHECKINVARIANTSRESPONSE']._serialized_start=830
+  _globals['_CHECKINVARIANTSRESPONSE']._serialized_end=941
+  _globals['_INSPECTTREEREQUEST']._serialized_start=943
+  _globals['_INSPECTTREEREQUEST']._serialized_end=1026
+  _globals['_TREENODE']._serialized_start=1029
+  _globals['_TREENODE']._serialized_end=1252
+  _globals['_INSPECTTREERESPONSE']._serialized_start=1254
+  _globals['_INSPECTTREERESPONSE']._serialized_end=1381
+  _globals['_INSPECTBLOCKREQUEST']._serialized_start=1383
+  _globals['_INSPECTBLOCKREQUEST']._serialized_end=1422
+  _globals['_INSPECTBLOCKRESPONSE']._serialized_start=1425
+  _globals['_INSPECTBLOCKRESPONSE']._serialized_end=1737
+  _globals['_SEQUENCEINFO']._serialized_start=1740
+  _globals['_SEQUENCEINFO']._serialized_end=1950
+  _globals['_INSPECTSEQUENCEREQUEST']._serialized_start=1952
+  _globals['_INSPECTSEQUENCEREQUEST']._serialized_end=2052
+  _globals['_INSPECTSEQUENCERESPONSE']._serialized_start=2055
+  _globals['_INSPECTSEQUENCERESPONSE']._serialized_end=2198
+  _globals['_LISTCLIENTSREQUEST']._serialized_start=2200
+  _globals['_LISTCLIENTSREQUEST']._serialized_end=2220
+  _globals['_CLIENTINFO']._serialized_start=2223
+  _globals['_CLIENTINFO']._serialized_end=2355
+  _globals['_LISTCLIENTSRESPONSE']._serialized_start=2357
+  _globals['_LISTCLIENTSRESPONSE']._serialized_end=2467
+  _globals['_ADMINSERVICE']._serialized_start=2611
+  _globals['_ADMINSERVICE']._serialized_end=3147
 # @@protoc_insertion_point(module_scope)

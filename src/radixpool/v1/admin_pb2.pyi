@@ -100,28 +100,43 @@ class CacheStats(_message.Message):
     QUARANTINED_BLOCKS_FIELD_NUMBER: _builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_NODES_FIELD_NUMBER: _builtins.int
+    NUM_NAMESPACES_FIELD_NUMBER: _builtins.int
     QUERIED_TOKENS_FIELD_NUMBER: _builtins.int
     HIT_TOKENS_FIELD_NUMBER: _builtins.int
-    EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     ADMITTED_REQUESTS_FIELD_NUMBER: _builtins.int
     REFUSED_REQUESTS_FIELD_NUMBER: _builtins.int
+    COMMITTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    REMAPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
     """block_size is in tokens."""
     free_blocks: _builtins.int
     cached_blocks: _builtins.int
+    """cached_blocks are committed and held by nobody: they may be evicted."""
     held_blocks: _builtins.int
+    """held_blocks have a holder, committed or not."""
     quarantined_blocks: _builtins.int
+    """quarantined_blocks have no holder, but an unfinished GPU step may touch them."""
     pinned_blocks: _builtins.int
+    """pinned_blocks count among the held ones."""
     num_sequences: _builtins.int
     """num_sequences is how many sequences are alive."""
+    num_nodes: _builtins.int
+    """num_nodes is how many runs of blocks all trees have."""
+    num_namespaces: _builtins.int
+    """num_namespaces is how many trees there are."""
     queried_tokens: _builtins.int
-    """queried_tokens counts prompt tokens of admitted requests."""
+    """queried_tokens counts tokens of admitted requests, each request once."""
     hit_tokens: _builtins.int
     """hit_tokens counts those of them that were cached."""
-    evicted_blocks: _builtins.int
     admitted_requests: _builtins.int
     refused_requests: _builtins.int
+    committed_blocks: _builtins.int
+    remapped_blocks: _builtins.int
+    """remapped_blocks counts own copies given up because the content was already cached."""
+    evicted_blocks: _builtins.int
     def __init__(
         self,
         *,
@@ -133,15 +148,19 @@ class CacheStats(_message.Message):
         quarantined_blocks: _builtins.int = ...,
         pinned_blocks: _builtins.int = ...,
         num_sequences: _builtins.int = ...,
+        num_nodes: _builtins.int = ...,
+        num_namespaces: _builtins.int = ...,
         queried_tokens: _builtins.int = ...,
         hit_tokens: _builtins.int = ...,
-        evicted_blocks: _builtins.int = ...,
         admitted_requests: _builtins.int = ...,
         refused_requests: _builtins.int = ...,
+        committed_blocks: _builtins.int = ...,
+        remapped_blocks: _builtins.int = ...,
+        evicted_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_requests", b"admitted_requests", "block_size", b"block_size", "cached_blocks", b"cached_blocks", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "hit_tokens", b"hit_tokens", "num_blocks", b"num_blocks", "num_sequences", b"num_sequences", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queried_tokens", b"queried_tokens", "refused_requests", b"refused_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_requests", b"admitted_requests", "block_size", b"block_size", "cached_blocks", b"cached_blocks", "committed_blocks", b"committed_blocks", "evicted_blocks", b"evicted_blocks", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "hit_tokens", b"hit_tokens", "num_blocks", b"num_blocks", "num_namespaces", b"num_namespaces", "num_nodes", b"num_nodes", "num_sequences", b"num_sequences", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queried_tokens", b"queried_tokens", "refused_requests", b"refused_requests", "remapped_blocks", b"remapped_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -252,44 +271,52 @@ Global___InspectTreeRequest: _TypeAlias = InspectTreeRequest  # noqa: Y015
 
 @_typing.final
 class TreeNode(_message.Message):
+    """TreeNode is a run of blocks: one edge of a tree."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    NODE_ID_FIELD_NUMBER: _builtins.int
-    PARENT_ID_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    START_BLOCK_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
+    NUM_CHILDREN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     LAST_USE_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
-    node_id: _builtins.int
-    """node_id is unique within this answer; the root of a namespace has parent_id 0."""
-    parent_id: _builtins.int
-    num_tokens: _builtins.int
-    """num_tokens is the length of the edge that leads to this node."""
+    level: _builtins.int
+    """level is how many runs stand above it; in pre-order this gives the shape of the tree."""
+    start_block: _builtins.int
+    """start_block is the index of its first block, counted from the beginning of the prefix."""
     block_ids: _builtins.bytes
-    """block_ids is packed little-endian int32: the blocks of the edge."""
+    """block_ids is packed little-endian int32."""
     holders: _builtins.int
-    """holders is how many sequences hold this node's first block."""
+    """holders is how many sequences and pins go through it."""
+    num_children: _builtins.int
+    state: Global___BlockState.ValueType
     last_use: _builtins.int
-    """last_use is the logical time of the last use; a greater number is later."""
+    """last_use is the logical time of its last release; a greater number is later."""
+    pinned: _builtins.bool
     @_builtins.property
     def namespace(self) -> _common_pb2.Namespace:
-        """namespace is set on the root of a namespace; salts are never shown."""
+        """namespace is set on nodes of level 0; salts are never shown."""
 
     def __init__(
         self,
         *,
-        node_id: _builtins.int = ...,
-        parent_id: _builtins.int = ...,
-        num_tokens: _builtins.int = ...,
+        level: _builtins.int = ...,
+        start_block: _builtins.int = ...,
         block_ids: _builtins.bytes = ...,
         holders: _builtins.int = ...,
+        num_children: _builtins.int = ...,
+        state: Global___BlockState.ValueType = ...,
         last_use: _builtins.int = ...,
+        pinned: _builtins.bool = ...,
         namespace: _common_pb2.Namespace | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "holders", b"holders", "last_use", b"last_use", "namespace", b"namespace", "node_id", b"node_id", "num_tokens", b"num_tokens", "parent_id", b"parent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "holders", b"holders", "last_use", b"last_use", "level", b"level", "namespace", b"namespace", "num_children", b"num_children", "pinned", b"pinned", "start_block", b"start_block", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -349,63 +376,129 @@ class InspectBlockResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     BLOCK_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    HOLDERS_FIELD_NUMBER: _builtins.int
-    COMMITTED_FIELD_NUMBER: _builtins.int
-    START_TOKEN_FIELD_NUMBER: _builtins.int
+    FINDABLE_FIELD_NUMBER: _builtins.int
+    BLOCK_INDEX_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     LAST_USE_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     block_id: _builtins.int
     state: Global___BlockState.ValueType
-    holders: _builtins.int
-    """holders is how many sequences hold the block."""
-    committed: _builtins.bool
-    """committed says whether the block is findable."""
-    start_token: _builtins.int
-    """start_token is the position of the block's first token in its prefix; unset unless committed."""
+    findable: _builtins.bool
+    """findable says whether a lookup can return the block."""
+    block_index: _builtins.int
+    """block_index is its place in the block tables that name it; unset while it is free."""
     last_use: _builtins.int
+    """last_use is the logical time of its last release; unset unless findable."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     @_builtins.property
-    def namespace(self) -> _common_pb2.Namespace: ...
+    def namespace(self) -> _common_pb2.Namespace:
+        """namespace is set unless the block is free; salts are never shown."""
+
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceInfo]:
+        """holders are the live sequences whose table names it."""
+
     def __init__(
         self,
         *,
         header: _common_pb2.ResponseHeader | None = ...,
         block_id: _builtins.int = ...,
         state: Global___BlockState.ValueType = ...,
-        holders: _builtins.int = ...,
-        committed: _builtins.bool = ...,
-        start_token: _builtins.int | None = ...,
+        findable: _builtins.bool = ...,
+        block_index: _builtins.int | None = ...,
         namespace: _common_pb2.Namespace | None = ...,
-        last_use: _builtins.int = ...,
+        last_use: _builtins.int | None = ...,
+        holders: _abc.Iterable[Global___SequenceInfo] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_start_token", b"_start_token", "header", b"header", "namespace", b"namespace", "start_token", b"start_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_index", b"_block_index", "_last_use", b"_last_use", "block_index", b"block_index", "header", b"header", "last_use", b"last_use", "namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_start_token", b"_start_token", "block_id", b"block_id", "committed", b"committed", "header", b"header", "holders", b"holders", "last_use", b"last_use", "namespace", b"namespace", "start_token", b"start_token", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_index", b"_block_index", "_last_use", b"_last_use", "block_id", b"block_id", "block_index", b"block_index", "findable", b"findable", "header", b"header", "holders", b"holders", "last_use", b"last_use", "namespace", b"namespace", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__start_token: _TypeAlias = _typing.Literal["start_token"]  # noqa: Y015
-    _WhichOneofArgType__start_token: _TypeAlias = _typing.Literal["_start_token", b"_start_token"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_token) -> _WhichOneofReturnType__start_token | None: ...
+    _WhichOneofReturnType__block_index: _TypeAlias = _typing.Literal["block_index"]  # noqa: Y015
+    _WhichOneofArgType__block_index: _TypeAlias = _typing.Literal["_block_index", b"_block_index"]  # noqa: Y015
+    _WhichOneofReturnType__last_use: _TypeAlias = _typing.Literal["last_use"]  # noqa: Y015
+    _WhichOneofArgType__last_use: _TypeAlias = _typing.Literal["_last_use", b"_last_use"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__block_index) -> _WhichOneofReturnType__block_index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_use) -> _WhichOneofReturnType__last_use | None: ...
 
 Global___InspectBlockResponse: _TypeAlias = InspectBlockResponse  # noqa: Y015
+
+@_typing.final
+class SequenceInfo(_message.Message):
+    """SequenceInfo describes one live sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    BLOCK_TABLE_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    """sequence_id names it to operators. It is no capability."""
+    client_name: _builtins.str
+    """client_name is who acquired it."""
+    num_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    committed_tokens: _builtins.int
+    num_blocks: _builtins.int
+    block_table: _builtins.bytes
+    """block_table is packed little-endian int32; set only when one sequence was asked for."""
+    @_builtins.property
+    def namespace(self) -> _common_pb2.Namespace: ...
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        client_name: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        committed_tokens: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        namespace: _common_pb2.Namespace | None = ...,
+        block_table: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_tokens", b"cached_tokens", "client_name", b"client_name", "committed_tokens", b"committed_tokens", "namespace", b"namespace", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceInfo: _TypeAlias = SequenceInfo  # noqa: Y015
 
 @_typing.final
 class InspectSequenceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
-    """handle is the 16 bytes of the sequence."""
+    """handle is the 16 bytes that Acquire returned."""
+    sequence_id: _builtins.int
+    """sequence_id is what another inspection showed."""
+    max_sequences: _builtins.int
+    """max_sequences limits a list; 0 means 1,000."""
     def __init__(
         self,
         *,
         handle: _builtins.bytes = ...,
+        sequence_id: _builtins.int = ...,
+        max_sequences: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "sequence", b"sequence", "sequence_id", b"sequence_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "max_sequences", b"max_sequences", "sequence", b"sequence", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_sequence: _TypeAlias = _typing.Literal["handle", "sequence_id"]  # noqa: Y015
+    _WhichOneofArgType_sequence: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_sequence) -> _WhichOneofReturnType_sequence | None: ...
 
 Global___InspectSequenceRequest: _TypeAlias = InspectSequenceRequest  # noqa: Y015
 
@@ -414,37 +507,26 @@ class InspectSequenceResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
-    BLOCK_TABLE_FIELD_NUMBER: _builtins.int
-    NAMESPACE_FIELD_NUMBER: _builtins.int
-    CLIENT_NAME_FIELD_NUMBER: _builtins.int
-    num_tokens: _builtins.int
-    cached_tokens: _builtins.int
-    committed_tokens: _builtins.int
-    block_table: _builtins.bytes
-    """block_table is packed little-endian int32."""
-    client_name: _builtins.str
-    """client_name is who acquired it."""
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    TOTAL_SEQUENCES_FIELD_NUMBER: _builtins.int
+    total_sequences: _builtins.int
+    """total_sequences is how many there are."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     @_builtins.property
-    def namespace(self) -> _common_pb2.Namespace: ...
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceInfo]:
+        """sequences is the one asked for, or all of them, oldest first."""
+
     def __init__(
         self,
         *,
         header: _common_pb2.ResponseHeader | None = ...,
-        num_tokens: _builtins.int = ...,
-        cached_tokens: _builtins.int = ...,
-        committed_tokens: _builtins.int = ...,
-        block_table: _builtins.bytes = ...,
-        namespace: _common_pb2.Namespace | None = ...,
-        client_name: _builtins.str = ...,
+        sequences: _abc.Iterable[Global___SequenceInfo] | None = ...,
+        total_sequences: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "namespace", b"namespace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_tokens", b"cached_tokens", "client_name", b"client_name", "committed_tokens", b"committed_tokens", "header", b"header", "namespace", b"namespace", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "sequences", b"sequences", "total_sequences", b"total_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -101,7 +101,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def InspectSequence(self, request, context):
-        """InspectSequence explains one sequence. Reads only.
+        """InspectSequence explains one sequence, or lists all when none is named. Reads only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

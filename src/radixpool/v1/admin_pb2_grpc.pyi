@@ -44,7 +44,7 @@ class AdminServiceStub:
     InspectBlock: _grpc.UnaryUnaryMultiCallable[_admin_pb2.InspectBlockRequest, _admin_pb2.InspectBlockResponse]
     """InspectBlock explains one block. Reads only."""
     InspectSequence: _grpc.UnaryUnaryMultiCallable[_admin_pb2.InspectSequenceRequest, _admin_pb2.InspectSequenceResponse]
-    """InspectSequence explains one sequence. Reads only."""
+    """InspectSequence explains one sequence, or lists all when none is named. Reads only."""
     ListClients: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]
     """ListClients lists the registered clients, oldest first. Reads only."""
 
@@ -64,7 +64,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     InspectBlock: _aio.UnaryUnaryMultiCallable[_admin_pb2.InspectBlockRequest, _admin_pb2.InspectBlockResponse]  # type: ignore[assignment]
     """InspectBlock explains one block. Reads only."""
     InspectSequence: _aio.UnaryUnaryMultiCallable[_admin_pb2.InspectSequenceRequest, _admin_pb2.InspectSequenceResponse]  # type: ignore[assignment]
-    """InspectSequence explains one sequence. Reads only."""
+    """InspectSequence explains one sequence, or lists all when none is named. Reads only."""
     ListClients: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListClientsRequest, _admin_pb2.ListClientsResponse]  # type: ignore[assignment]
     """ListClients lists the registered clients, oldest first. Reads only."""
 
@@ -111,7 +111,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.InspectSequenceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.InspectSequenceResponse, _abc.Awaitable[_admin_pb2.InspectSequenceResponse]]:
-        """InspectSequence explains one sequence. Reads only."""
+        """InspectSequence explains one sequence, or lists all when none is named. Reads only."""
 
     @_abc_1.abstractmethod
     def ListClients(

@@ -1,0 +1,195 @@
+"""The asyncio client of a manager: the data path and the pool, with the same names as the blocking `Client`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from radixpool.radix import Namespace
+from radixpool.radix.errors import RadixPoolError, UnknownSequence
+from radixpool.radix.namespace import DEFAULT_NAMESPACE
+from radixpool.rpc import inspection
+from radixpool.rpc import operations as ops
+from radixpool.rpc.client import codec
+from radixpool.rpc.client.aio_session import AsyncSession
+from radixpool.rpc.client.channel import open_async_channel
+from radixpool.rpc.client.heartbeat import RENEWALS_PER_TTL
+from radixpool.rpc.client.identity import Identity
+from radixpool.rpc.client.options import ClientOptions
+from radixpool.rpc.client.sequence import SequenceState
+from radixpool.rpc.errors import Fenced
+from radixpool.rpc.status import error_from_rpc
+from radixpool.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+
+
+class AsyncClient:
+    """A connection to one manager, for one event loop.
+
+    Data path: acquire, extend, reserve, commit, release, match, get_block_tables, batch, session. Operators: info,
+    stats. Life: close, or use it as an async context manager.
+    """
+
+    def __init__(self, address: str, *, options: ClientOptions | None = None) -> None:
+        self._options = options or ClientOptions()
+        self._channel = open_async_channel(address)
+        self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._identity = Identity(self._options)
+        self._lock = asyncio.Lock()
+        self._heartbeat: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the lease, which aborts what is still held, and close the channel. A second close does nothing."""
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await heartbeat
+            # When the manager is gone or has fenced us the lease is over just the same.
+            with contextlib.suppress(grpc.RpcError):
+                request = cache_pb2.UnregisterClientRequest(header=self._identity.header())
+                await self._cache.UnregisterClient(request, timeout=self._options.timeout_s)
+        await self._channel.close()
+
+    async def acquire(
+        self,
+        tokens: ops.Tokens,
+        *,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        reserve: int = 0,
+        max_hit: int | None = None,
+    ) -> AsyncSequence:
+        """Pin the cached prefix of `tokens` and allocate the rest, with room for `reserve` more tokens.
+
+        Use it in an `async with` statement: leaving it releases the sequence. Raises PoolExhausted, nothing changed.
+        """
+        request = codec.acquire_request(ops.Acquire(tokens, namespace, reserve, max_hit))
+        reply = await self._change(self._cache.Acquire, request)
+        return AsyncSequence(self, codec.acquired(reply), len(request.tokens) // 4)
+
+    async def extend(self, handle: bytes, tokens: ops.Tokens) -> ops.Extended:
+        """Append known tokens to a sequence. Raises PoolExhausted, nothing changed."""
+        return codec.extended(await self._change(self._cache.Extend, codec.extend_request(ops.Extend(handle, tokens))))
+
+    async def reserve(self, handle: bytes, num_tokens: int) -> ops.Reserved:
+        """Make room for `num_tokens` beyond the present length. Raises PoolExhausted, nothing changed."""
+        request = codec.reserve_request(ops.Reserve(handle, num_tokens))
+        return codec.reserved(await self._change(self._cache.Reserve, request))
+
+    async def commit(self, handle: bytes, upto: int) -> ops.Committed:
+        """Make the full blocks of the first `upto` tokens findable; apply the remaps of the result."""
+        return codec.committed(await self._change(self._cache.Commit, codec.commit_request(ops.Commit(handle, upto))))
+
+    async def release(self, handle: bytes) -> ops.Released:
+        """End a sequence; what was committed stays cached."""
+        return codec.released(await self._change(self._cache.Release, codec.release_request(ops.Release(handle))))
+
+    async def match(self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ops.Matched:
+        """Return how long a prefix of `tokens` is cached right now; holds nothing."""
+        return codec.matched(await self._read(self._cache.Match, codec.match_request(ops.Match(tokens, namespace))))
+
+    async def get_block_tables(self, handles: Iterable[bytes]) -> ops.BlockTables:
+        """Return tokens and block tables of sequences that anybody acquired; errors stand in their place."""
+        request = codec.block_tables_request(ops.GetBlockTables(tuple(handles)))
+        return codec.block_tables(await self._read(self._cache.GetBlockTables, request))
+
+    async def batch(self, operations: Iterable[ops.Operation]) -> list[ops.Result | Exception]:
+        """Run many operations in one call. One that fails gives an exception in its place and disturbs no other."""
+        messages = list(map(codec.operation_message, operations))
+        reply = await self._change(self._cache.Batch, cache_pb2.BatchRequest(operations=messages))
+        return codec.results(reply.results, len(messages))
+
+    async def session(self) -> AsyncSession:
+        """Open a stream for many batches, answered in order: several times faster than calls."""
+        await self._ensure_registered()
+        return AsyncSession(self._cache.Session, self._identity)
+
+    async def info(self) -> ops.ServiceInfo:
+        """Return the sizes and limits of the manager."""
+        return codec.service_info(await self._read(self._cache.GetInfo, cache_pb2.GetInfoRequest()))
+
+    async def stats(self) -> inspection.Stats:
+        """Return every counter of the cache and of the process."""
+        return inspection.stats_from_wire(await self._read(self._admin.GetStats, admin_pb2.GetStatsRequest()))
+
+    async def _read(self, method: Callable[..., Any], request: Any) -> Any:
+        try:
+            return await method(request, timeout=self._options.timeout_s)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+
+    async def _change(self, method: Callable[..., Any], request: Any) -> Any:
+        await self._ensure_registered()
+        request.header.CopyFrom(self._identity.header())
+        return await self._read(method, request)
+
+    async def _ensure_registered(self) -> None:
+        async with self._lock:
+            if self._heartbeat is not None:
+                return
+            reply = await self._read(self._cache.RegisterClient, self._identity.registration())
+            self._identity.epoch = reply.epoch
+            self._heartbeat = asyncio.create_task(self._keep_lease(reply.lease_ttl_ms / 1000 / RENEWALS_PER_TTL))
+
+    async def _keep_lease(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self._read(self._cache.Heartbeat, cache_pb2.HeartbeatRequest(header=self._identity.header()))
+            except Fenced:
+                return  # the lease is over for good; the next call of the owner learns it too
+            except RadixPoolError:
+                continue  # the manager did not answer: the next beat tries again
+
+
+class AsyncSequence(SequenceState):
+    """A sequence that this process acquired; an async context manager that releases it on exit."""
+
+    __slots__ = ("_client", "_released")
+
+    def __init__(self, client: AsyncClient, acquired: ops.Acquired, num_tokens: int) -> None:
+        super().__init__(acquired, num_tokens)
+        self._client = client
+        self._released = False
+
+    async def __aenter__(self) -> AsyncSequence:
+        return self
+
+    async def __aexit__(self, *_exc_info: object) -> None:
+        await self.release()
+
+    async def extend(self, tokens: ops.Tokens) -> ops.Extended:
+        """Append known tokens; allocates when a block boundary is crossed. Raises PoolExhausted, nothing changed."""
+        result = await self._client.extend(self.handle, tokens)
+        self.apply_extended(result)
+        return result
+
+    async def reserve(self, num_tokens: int) -> ops.Reserved:
+        """Make room for `num_tokens` beyond the present length. Raises PoolExhausted, nothing changed."""
+        result = await self._client.reserve(self.handle, num_tokens)
+        self.append_blocks(result.appended_blocks)
+        return result
+
+    async def commit(self, upto: int) -> ops.Committed:
+        """Make the full blocks of the first `upto` tokens findable: their KV has been written."""
+        result = await self._client.commit(self.handle, upto)
+        self.apply_committed(result)
+        return result
+
+    async def release(self) -> None:
+        """Give the blocks back; what was committed stays cached. One that is gone already counts as released."""
+        if not self._released:
+            with contextlib.suppress(Fenced, UnknownSequence):
+                await self._client.release(self.handle)
+            self._released = True

@@ -1,0 +1,39 @@
+"""How clients open a gRPC channel: message sizes, keepalive, and what a dead peer looks like."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from radixpool.rpc import limits
+from radixpool.rpc.address import parse_address
+
+KEEPALIVE_TIME_MS: Final = 10_000
+KEEPALIVE_TIMEOUT_MS: Final = 5_000
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    # A manager that restarts should be found again within a second, not after gRPC's default of up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # One connection per client: a shared one would hide that a client is gone.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),
+)
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """Return a channel to `address`; it connects when first used. Raises ValueError for a malformed address."""
+    return grpc.insecure_channel(parse_address(address).target, options=CHANNEL_OPTIONS)
+
+
+def open_async_channel(address: str) -> grpc.aio.Channel:
+    """Return an asyncio channel to `address`; it connects when first used."""
+    return grpc.aio.insecure_channel(parse_address(address).target, options=CHANNEL_OPTIONS)

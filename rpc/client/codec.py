@@ -1,0 +1,176 @@
+"""Operations to messages and messages to results: one function each way per operation, shared by both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from radixpool.radix.tokens import pack_tokens
+from radixpool.rpc import operations as ops
+from radixpool.rpc.convert import (
+    block_ids_from_wire,
+    optional_namespace_to_wire,
+    tokens_from_wire,
+)
+from radixpool.rpc.errors import ProtocolError
+from radixpool.rpc.status import error_from_status
+from radixpool.v1 import admin_pb2, cache_pb2
+
+
+def match_request(op: ops.Match) -> cache_pb2.MatchRequest:
+    """Return the message of a match."""
+    return cache_pb2.MatchRequest(tokens=pack_tokens(op.tokens), namespace=optional_namespace_to_wire(op.namespace))
+
+
+def acquire_request(op: ops.Acquire) -> cache_pb2.AcquireRequest:
+    """Return the message of an acquire."""
+    return cache_pb2.AcquireRequest(
+        tokens=pack_tokens(op.tokens),
+        namespace=optional_namespace_to_wire(op.namespace),
+        reserve=op.reserve,
+        max_hit_tokens=op.max_hit,
+    )
+
+
+def extend_request(op: ops.Extend) -> cache_pb2.ExtendRequest:
+    """Return the message of an extend."""
+    return cache_pb2.ExtendRequest(handle=op.handle, tokens=pack_tokens(op.tokens))
+
+
+def reserve_request(op: ops.Reserve) -> cache_pb2.ReserveRequest:
+    """Return the message of a reserve."""
+    return cache_pb2.ReserveRequest(handle=op.handle, num_tokens=op.num_tokens)
+
+
+def commit_request(op: ops.Commit) -> cache_pb2.CommitRequest:
+    """Return the message of a commit."""
+    return cache_pb2.CommitRequest(handle=op.handle, upto_tokens=op.upto)
+
+
+def release_request(op: ops.Release) -> cache_pb2.ReleaseRequest:
+    """Return the message of a release."""
+    return cache_pb2.ReleaseRequest(handle=op.handle)
+
+
+def block_tables_request(op: ops.GetBlockTables) -> cache_pb2.GetBlockTablesRequest:
+    """Return the message of a table query."""
+    return cache_pb2.GetBlockTablesRequest(handles=op.handles)
+
+
+def operation_message(op: ops.Operation) -> cache_pb2.Operation:
+    """Return `op` as one operation of a batch. Raises ValueError or TypeError for a malformed field."""
+    match op:
+        case ops.Acquire():
+            return cache_pb2.Operation(acquire=acquire_request(op))
+        case ops.Extend():
+            return cache_pb2.Operation(extend=extend_request(op))
+        case ops.Commit():
+            return cache_pb2.Operation(commit=commit_request(op))
+        case ops.Release():
+            return cache_pb2.Operation(release=release_request(op))
+        case ops.Reserve():
+            return cache_pb2.Operation(reserve=reserve_request(op))
+        case ops.Match():
+            return cache_pb2.Operation(match=match_request(op))
+        case ops.GetBlockTables():
+            return cache_pb2.Operation(get_block_tables=block_tables_request(op))
+        case _:
+            raise TypeError(f"a batch takes operations of radixpool.rpc.operations, got {type(op).__name__}")
+
+
+def matched(message: cache_pb2.MatchResponse) -> ops.Matched:
+    """Return the result of a match."""
+    return ops.Matched(message.cached_tokens)
+
+
+def acquired(message: cache_pb2.AcquireResponse) -> ops.Acquired:
+    """Return the result of an acquire."""
+    return ops.Acquired(message.handle, message.cached_tokens, block_ids_from_wire(message.block_table))
+
+
+def extended(message: cache_pb2.ExtendResponse) -> ops.Extended:
+    """Return the result of an extend."""
+    return ops.Extended(message.num_tokens, block_ids_from_wire(message.appended_blocks))
+
+
+def reserved(message: cache_pb2.ReserveResponse) -> ops.Reserved:
+    """Return the result of a reserve."""
+    return ops.Reserved(block_ids_from_wire(message.appended_blocks))
+
+
+def committed(message: cache_pb2.CommitResponse) -> ops.Committed:
+    """Return the result of a commit."""
+    remaps = tuple(ops.Remap(item.block_index, item.from_block, item.to_block) for item in message.remaps)
+    return ops.Committed(message.committed_tokens, remaps)
+
+
+def released(_message: cache_pb2.ReleaseResponse) -> ops.Released:
+    """Return the result of a release."""
+    return ops.Released()
+
+
+def block_tables(message: cache_pb2.GetBlockTablesResponse) -> ops.BlockTables:
+    """Return the result of a table query."""
+    return ops.BlockTables(tuple(map(_block_table, message.results)))
+
+
+def _block_table(message: cache_pb2.BlockTableResult) -> ops.SequenceView | Exception:
+    if message.WhichOneof("result") == "error":
+        return error_from_status(message.error)
+    view = message.sequence
+    return ops.SequenceView(
+        handle=view.handle,
+        tokens=tokens_from_wire(view.tokens),
+        block_table=block_ids_from_wire(view.block_table),
+        cached_tokens=view.cached_tokens,
+        committed_tokens=view.committed_tokens,
+    )
+
+
+_RESULT_DECODERS = {
+    "acquire": acquired,
+    "extend": extended,
+    "commit": committed,
+    "release": released,
+    "reserve": reserved,
+    "match": matched,
+    "get_block_tables": block_tables,
+    "error": error_from_status,
+}
+
+
+def result(message: cache_pb2.OperationResult) -> ops.Result | Exception:
+    """Return what one operation of a batch led to; an error is returned, not raised."""
+    kind = message.WhichOneof("result")
+    if kind is None:
+        raise ProtocolError("the manager answered an operation with a kind of result that this client does not know")
+    return _RESULT_DECODERS[kind](getattr(message, kind))
+
+
+def results(messages: Iterable[cache_pb2.OperationResult], expected: int) -> list[ops.Result | Exception]:
+    """Return the results of a batch of `expected` operations, in order."""
+    decoded = [result(message) for message in messages]
+    if len(decoded) != expected:
+        raise ProtocolError(f"the manager answered {len(decoded)} of {expected} operations")
+    return decoded
+
+
+def service_info(message: cache_pb2.GetInfoResponse) -> ops.ServiceInfo:
+    """Return sizes and limits of a manager."""
+    return ops.ServiceInfo(
+        version=message.version,
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+        policy=message.policy,
+        lease_ttl_ms=message.lease_ttl_ms,
+        max_batch_operations=message.max_batch_operations,
+        max_message_bytes=message.max_message_bytes,
+        incarnation=message.header.incarnation,
+        generation=message.header.generation,
+    )
+
+
+def inspect_sequence_request(sequence: bytes | int) -> admin_pb2.InspectSequenceRequest:
+    """Return the message that asks for one sequence by handle or sequence id."""
+    if isinstance(sequence, bytes):
+        return admin_pb2.InspectSequenceRequest(handle=sequence)
+    return admin_pb2.InspectSequenceRequest(sequence_id=sequence)

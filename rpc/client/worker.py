@@ -1,0 +1,70 @@
+"""The blocking client of a worker: streams generated tokens, asks how busy it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+
+from radixpool.radix import Namespace
+from radixpool.radix.namespace import DEFAULT_NAMESPACE
+from radixpool.radix.tokens import pack_tokens
+from radixpool.rpc.client.channel import open_channel
+from radixpool.rpc.convert import (
+    generate_event_from_wire,
+    namespace_to_wire,
+    sampling_to_wire,
+    worker_status_from_wire,
+)
+from radixpool.rpc.generation import GenerateEvent, SamplingParams, WorkerStatus
+from radixpool.rpc.operations import Tokens
+from radixpool.rpc.status import error_from_rpc
+from radixpool.v1 import worker_pb2, worker_pb2_grpc
+
+
+class WorkerClient:
+    """A connection to one worker; a context manager."""
+
+    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+        self._channel = open_channel(address)
+        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> WorkerClient:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection, which stops generations that still stream."""
+        self._channel.close()
+
+    def generate(
+        self, tokens: Tokens, sampling: SamplingParams, *, namespace: Namespace = DEFAULT_NAMESPACE
+    ) -> Iterator[GenerateEvent]:
+        """Continue a prompt that the worker acquires and releases. Closing the iterator stops the generation."""
+        prompt = worker_pb2.Prompt(tokens=pack_tokens(tokens), namespace=namespace_to_wire(namespace))
+        return self._stream(worker_pb2.GenerateRequest(prompt=prompt, sampling=sampling_to_wire(sampling)))
+
+    def generate_sequence(self, handle: bytes, sampling: SamplingParams) -> Iterator[GenerateEvent]:
+        """Continue a sequence that the caller acquired and releases afterwards."""
+        return self._stream(worker_pb2.GenerateRequest(handle=handle, sampling=sampling_to_wire(sampling)))
+
+    def status(self) -> WorkerStatus:
+        """Return what the worker runs and how busy it is."""
+        try:
+            reply = self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        return worker_status_from_wire(reply)
+
+    def _stream(self, request: worker_pb2.GenerateRequest) -> Iterator[GenerateEvent]:
+        call = self._stub.Generate(request)
+        try:
+            for message in call:
+                yield generate_event_from_wire(message)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        finally:
+            call.cancel()

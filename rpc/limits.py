@@ -1,0 +1,41 @@
+"""Every limit of the wire, by name.
+
+A request beyond a limit is refused with an error that names the field, the limit and the value; nothing else changes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+CLIENT_ID_BYTES: Final = 16
+HANDLE_BYTES: Final = 16
+POOL_ID_BYTES: Final = 16
+CUDA_IPC_HANDLE_BYTES: Final = 64
+DEVICE_UUID_BYTES: Final = 16
+MAX_CUDA_ALLOCATIONS: Final = 1024
+
+MAX_NAME_BYTES: Final = 128
+MAX_NAMESPACE_FIELD_BYTES: Final = 512
+MAX_PATH_BYTES: Final = 4096
+
+MAX_MESSAGE_BYTES: Final = 8 << 20
+"""One request or reply: two million tokens."""
+MAX_BATCH_OPERATIONS: Final = 4096
+MAX_HANDLES_PER_QUERY: Final = 4096
+MAX_CLIENTS: Final = 4096
+MAX_SEQUENCES_PER_CLIENT: Final = 65_536
+MAX_SESSIONS: Final = 64
+"""Open Session streams; each holds one server thread."""
+UNARY_THREADS: Final = 8
+"""Server threads beyond those of the streams. One lock guards the cache, so more would only queue."""
+MAX_CONCURRENT_RPCS: Final = 1024
+"""Calls in flight, queued ones included; more are answered RESOURCE_EXHAUSTED at once."""
+
+DEFAULT_TREE_NODES: Final = 1000
+MAX_TREE_NODES: Final = 10_000
+
+MIN_LEASE_TTL_MS: Final = 100
+DEFAULT_LEASE_TTL_MS: Final = 10_000
+MAX_LEASE_TTL_MS: Final = 3_600_000
+EXPIRY_SLICE_SEQUENCES: Final = 64
+"""Sequences of expired clients that are aborted under one hold of the lock."""

@@ -1,1 +1,70 @@
-"""placeholder"""
+"""The cache as a pure, deterministic library: radix trees of ref-counted KV blocks. No I/O, no torch, no grpc."""
+
+from radixpool.radix.cache import RadixCache
+from radixpool.radix.errors import (
+    CacheBusy,
+    InvariantViolation,
+    PinBudgetExceeded,
+    PoolExhausted,
+    QuotaExceeded,
+    RadixPoolError,
+    UnknownPin,
+    UnknownSequence,
+    UnknownWorker,
+)
+from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
+from radixpool.radix.results import (
+    BlockInfo,
+    BlockState,
+    CommitResult,
+    CopyOrder,
+    EvictResult,
+    FlushResult,
+    ForkResult,
+    InvalidateResult,
+    NodeInfo,
+    PendingPrefix,
+    PinInfo,
+    PrefixMatch,
+    ReleaseResult,
+    Remap,
+    RewindResult,
+)
+from radixpool.radix.sequence import Sequence
+from radixpool.radix.stats import CacheStats
+from radixpool.radix.tokens import pack_tokens
+
+__all__ = [
+    "RadixCache",
+    "Namespace",
+    "DEFAULT_NAMESPACE",
+    "Sequence",
+    "pack_tokens",
+    # results
+    "BlockInfo",
+    "BlockState",
+    "CacheStats",
+    "CommitResult",
+    "CopyOrder",
+    "EvictResult",
+    "FlushResult",
+    "ForkResult",
+    "InvalidateResult",
+    "NodeInfo",
+    "PendingPrefix",
+    "PinInfo",
+    "PrefixMatch",
+    "ReleaseResult",
+    "Remap",
+    "RewindResult",
+    # errors
+    "RadixPoolError",
+    "PoolExhausted",
+    "QuotaExceeded",
+    "UnknownSequence",
+    "UnknownPin",
+    "UnknownWorker",
+    "PinBudgetExceeded",
+    "CacheBusy",
+    "InvariantViolation",
+]

@@ -1,66 +1,107 @@
-"""API skeleton (bodies follow)."""
+"""`RadixCache`: the whole cache in one object.
+
+Operations by purpose (each lives in the module named):
+
+* requests: `match`, `acquire`, `extend`, `reserve`, `commit`, `release`, `sequence`, `sequences` (lifecycle)
+* GPU steps: `add_worker`, `complete_step`, `remove_worker`, `next_step_fence`
+* room: `evict`
+* looking: `stats`, `nodes`, `namespaces`, `block_info`, `holders`, `check` (inspection)
+
+One thread owns a cache: it takes no locks. Nothing in it does I/O, and its only notion of time besides the injected
+clock is a logical one, so the same operations give the same victims and tables everywhere.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
-from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
-from radixpool.radix.results import (
-    BlockInfo, CommitResult, EvictResult, FlushResult, ForkResult, InvalidateResult, NodeInfo, PendingPrefix, PinInfo,
-    PrefixMatch, ReleaseResult, RewindResult,
-)
-from radixpool.radix.sequence import Sequence
-from radixpool.radix.stats import CacheStats
-from radixpool.radix.tokens import TokensLike
+from radixpool.radix.inspection import Inspection
+from radixpool.radix.lifecycle import _check_count
+from radixpool.radix.results import EvictResult
 
-Fence = int | Mapping[str, int] | None   # a step of every worker, a step per worker, or none
+__all__ = ["RadixCache"]
 
 
-class RadixCache:
-    def __init__(self, num_blocks: int, block_size: int = 16, *, policy: str = "lru",
-                 clock: Callable[[], float] = time.monotonic, pin_budget: int | None = None) -> None: ...
-    # --- requests (phase 1)
-    def match(self, tokens: TokensLike, *, namespace: Namespace = DEFAULT_NAMESPACE, media=()) -> PrefixMatch: ...
-    def acquire(self, tokens: TokensLike, *, namespace: Namespace = DEFAULT_NAMESPACE, reserve: int = 0,
-                max_hit: int | None = None) -> Sequence:
-        """PoolExhausted | ValueError | TypeError; refusal changes nothing."""
-    def acquire_or_wait(self, tokens, *, namespace=..., reserve=0, max_hit=None) -> Sequence | PendingPrefix:
-        """Phase 2: as acquire; PendingPrefix when another sequence computes the same prefix (in_flight="wait")."""
-    def extend(self, seq: Sequence, tokens: TokensLike) -> None: ...
-    def reserve(self, seq: Sequence, num_tokens: int) -> None: ...
-    def commit(self, seq: Sequence, upto: int, *, after_step: Fence = None) -> CommitResult: ...
-    def rewind(self, seq: Sequence, to: int, *, after_step: Fence = None) -> RewindResult: ...          # phase 2
-    def fork(self, seq: Sequence, n: int = 1) -> ForkResult: ...                                        # phase 2
-    def release(self, seq: Sequence, *, after_step: Fence = None) -> ReleaseResult:
-        """Second release is harmless: ReleaseResult(0, 0)."""
-    def sequence(self, handle: int) -> Sequence:
-        """UnknownSequence when it was released or never existed."""
-    def sequences(self) -> Iterator[Sequence]: ...
-    # --- workers / fences
-    def add_worker(self, worker: str, *, completed_step: int = -1) -> None: ...
+class RadixCache(Inspection):
+    """A prefix cache over a pool of KV blocks: radix trees of ref-counted blocks with block-level eviction.
+
+    Args:
+        num_blocks: blocks of the pool, at least 1.
+        block_size: tokens a block, at least 1.
+        policy: eviction policy with parameters, such as ``"lru"`` or ``"s3fifo:small=0.1"``.
+        clock: seconds on a monotonic clock, read for TTLs only.
+
+    >>> cache = RadixCache(num_blocks=8, block_size=2)
+    >>> seq = cache.acquire([1, 2, 3, 4, 5])
+    >>> seq.cached_tokens, seq.block_table.tolist()
+    (0, [0, 1, 2])
+    >>> cache.commit(seq, 5).committed_tokens
+    5
+    >>> cache.release(seq)
+    ReleaseResult(freed_blocks=1, quarantined_blocks=0)
+    >>> cache.match([1, 2, 3, 4, 5]).tokens
+    4
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        policy: str = "lru",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(num_blocks, block_size, policy)
+        self._clock = clock
+
+    def evict(self, num_blocks: int) -> EvictResult:
+        """Evict up to `num_blocks` unheld blocks, the policy's first choices first. O(blocks evicted)."""
+        _check_count("num_blocks", num_blocks)
+        self._tick += 1
+        taken: list[bytes] = []
+        count = self._evict(num_blocks, taken)
+        order = [np.frombuffer(blocks, dtype=np.int32)[::-1] for blocks in taken]  # each run goes from its tail
+        blocks = np.concatenate(order) if order else np.empty(0, dtype=np.int32)
+        blocks.setflags(write=False)
+        return EvictResult(count, blocks)
+
+    def add_worker(self, worker: str, *, completed_step: int = -1) -> None:
+        """Register a worker whose steps fences wait for. What is quarantined already does not wait for it. O(1).
+
+        Raises:
+            ValueError: it is registered already.
+        """
+        self._quarantine.add_worker(worker, completed_step)
+
     def complete_step(self, worker: str, step: int) -> int:
-        """Blocks that left quarantine."""
+        """Record that `worker` has completed all its steps up to `step`. Return the blocks that left quarantine.
+
+        Reporting an older step again changes nothing. O(log n) for each fence it passes.
+
+        Raises:
+            UnknownWorker: it is not registered.
+        """
+        before = self._quarantine.num_blocks
+        self._quarantine.complete(worker, step)
+        return before - self._quarantine.num_blocks
+
     def remove_worker(self, worker: str) -> int:
-        """The worker is known dead: it fences nothing any more. Blocks that left quarantine."""
-    # --- operators
-    def evict(self, num_blocks: int, *, dry_run: bool = False) -> EvictResult: ...
-    def invalidate(self, seq: Sequence, block_index: int) -> InvalidateResult: ...                      # phase 2
-    def pin(self, tokens, *, namespace=..., ttl: float | None = None) -> PinInfo: ...                   # phase 2
-    def unpin(self, pin_id: int) -> None: ...                                                           # phase 2
-    def expire(self) -> tuple[int, ...]: ...                                                            # phase 2
-    def set_retention(self, tokens, *, namespace=..., start: int = 0, priority: int, ttl: float | None = None) -> int: ...
-    def set_quota(self, tenant: str, *, guaranteed_blocks: int = 0, max_blocks: int | None = None) -> None: ...
-    def flush(self, namespace: Namespace | None = None, *,
-              mode: Literal["idle_only", "drain", "new_generation"] = "idle_only") -> FlushResult: ...
-    def stats(self) -> CacheStats: ...
-    def check(self) -> None:
-        """InvariantViolation with the state."""
-    def nodes(self, namespace: Namespace | None = None) -> Iterator[NodeInfo]:
-        """Every run, parents before children. NodeInfo in radix/results.py."""
-    def namespaces(self) -> tuple[Namespace, ...]: ...
-    def block_info(self, block_id: int) -> BlockInfo: ...
+        """Forget a worker that is known to be dead. Return the blocks that left quarantine.
+
+        Raises:
+            UnknownWorker: it is not registered.
+        """
+        before = self._quarantine.num_blocks
+        self._quarantine.remove_worker(worker)
+        return before - self._quarantine.num_blocks
+
+    def next_step_fence(self) -> dict[str, int]:
+        """Return a fence for `after_step` that every worker passes with the next step it completes. O(workers)."""
+        return self._quarantine.next_step()
+
+    def workers(self) -> dict[str, int]:
+        """Return the registered workers with the last step each has completed. O(workers)."""
+        return dict(self._quarantine.completed)

@@ -6,7 +6,7 @@ of another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 __all__ = ["DEFAULT_NAMESPACE", "Namespace"]
 
@@ -30,6 +30,7 @@ class Namespace:
     adapter_generation: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         for name in ("model", "revision", "adapter", "tenant", "cache_salt"):
@@ -38,13 +39,19 @@ class Namespace:
         if not isinstance(self.adapter_generation, int) or self.adapter_generation < 0:
             raise ValueError(f"namespace.adapter_generation must be an integer >= 0, not {self.adapter_generation!r}")
 
+        values = (getattr(self, spec.name) for spec in fields(self) if spec.compare)
+        object.__setattr__(self, "_hash", hash(tuple(values)))  # every request looks its namespace up
+
+    def __hash__(self) -> int:
+        return self._hash
+
     def encode(self) -> bytes:
         """Return an injective encoding: every field length-prefixed, in order.
 
         >>> Namespace(adapter="x").encode() == Namespace(cache_salt="x").encode()
         False
         """
-        parts = (str(getattr(self, field.name)).encode() for field in fields(self))
+        parts = (str(getattr(self, spec.name)).encode() for spec in fields(self) if spec.compare)
         return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 

@@ -10,46 +10,51 @@ The cache does no I/O. Whoever wants it to survive a crash hands a `Persistence`
 A call may raise to refuse (a full disk). Then the cache must not have changed anything, and the error reaches the caller.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+import numpy as np
+import numpy.typing as npt
 
-    from radixpool.radix.namespace import Namespace
+from radixpool.radix.namespace import Namespace
 
-    BlockIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+__all__ = ["BlockIds", "Persistence"]
+
+BlockIds: TypeAlias = bytes | Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Block ids as the caller has them: packed little-endian int32 bytes, a sequence of ints or an integer ndarray."""
 
 
 class Persistence(Protocol):
     """Records block state changes; every method is called before the change and may raise to refuse it."""
 
-    def handed_out(self, blocks: "BlockIds") -> None:
+    def handed_out(self, blocks: BlockIds) -> None:
         """Note that free `blocks` become private to a sequence: from now on a worker may write to them."""
 
     def stored(
         self,
-        blocks: "BlockIds",
+        blocks: BlockIds,
         tokens: bytes,
         *,
         parent: int,
         position: int,
-        namespace: "Namespace",
+        namespace: Namespace,
         last_use: int,
+        media: bytes = b"",
     ) -> None:
         """Record a run of committed blocks that is about to become findable.
 
         `blocks` are in path order, `tokens` their ids (packed little-endian uint32, one block size per block), `parent`
         the tree block before the run or -1, `position` the index of the first block in its path, `last_use` the
-        cache's logical clock.
+        cache's logical clock, `media` the encoded media content under the run, which then is one block long.
         """
 
     def touched(self, block: int, last_use: int) -> None:
         """Note the recency of a path by its deepest tree block; ancestors are at least as recent as descendants."""
 
-    def removed(self, blocks: "BlockIds") -> None:
+    def removed(self, blocks: BlockIds) -> None:
         """Clear the records of `blocks`, which are about to leave the tree. They are not free yet."""
 
-    def returned(self, blocks: "BlockIds") -> None:
+    def returned(self, blocks: BlockIds) -> None:
         """Note that `blocks` become free: nobody can write to them until they are handed out again."""

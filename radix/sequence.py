@@ -34,7 +34,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "_limit",
+        "_block_size",
         "_media",
         "_namespace",
         "_node",
@@ -60,7 +60,7 @@ class Sequence:
     released: bool
     _tokens: bytes | bytearray  # packed little-endian uint32, all known tokens
     _table: bytes  # packed little-endian int32 block ids
-    _limit: int  # tokens the table has room for
+    _block_size: int
     _node: Node  # deepest tree run it holds; the tree part of the table ends where this run ends
     _namespace: Namespace
     _media: tuple[MediaSpan, ...]
@@ -80,7 +80,7 @@ class Sequence:
     @property
     def capacity_tokens(self) -> int:
         """Tokens the block table has room for, reserved ones included. O(1)."""
-        return self._limit
+        return (len(self._table) >> 2) * self._block_size
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any, ClassVar, Self
 
@@ -96,7 +97,8 @@ class EvictionPolicy(ABC):
     name: ClassVar[str]
     #: Whether the cache should report hits to `touched`. Costs a call per run of every hit path.
     observes_hits: ClassVar[bool] = False
-    #: Whether blocks may join a run that was hit before. Only pure recency cannot tell the difference.
+    #: Whether new blocks may join a run that was released and hit again. They always may join one whose producer has
+    #: not released it yet. Only pure recency cannot tell an old block from a new one under the same holder.
     merges_runs: ClassVar[bool] = False
     #: Whether candidates go as soon as a sequence is released, not when room is needed.
     evicts_on_release: ClassVar[bool] = False
@@ -124,6 +126,10 @@ class EvictionPolicy(ABC):
 
         May reorder its own lists. The cache then evicts from it before it calls anything else. O(log n) amortised.
         """
+
+    @abstractmethod
+    def candidates(self) -> Iterator[Run]:
+        """Iterate over all candidates, each once, in any order. For `RadixCache.check`; O(n)."""
 
     def split(self, upper: Run, lower: Run) -> None:  # noqa: B027 - optional hook
         """Learn that `lower` lost its head blocks to the new run `upper`, its parent, which is no candidate.

@@ -10,6 +10,7 @@ When not to use it: scans longer than the pool push everything out; see s3fifo a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import ClassVar
 
@@ -31,7 +32,8 @@ class LRU(EvictionPolicy):
         head = self._head = Run()
         head.prev = head.next = head
         head.last_use = -1
-        self._late: list[tuple[int, Run]] = []
+        self._late: list[tuple[int, int, Run]] = []  # (time, tie-break, run)
+        self._pushed = 0
 
     def add(self, run: Run) -> None:
         """Make `run` a candidate. O(1), O(log n) when its time is not the newest."""
@@ -40,7 +42,8 @@ class LRU(EvictionPolicy):
         time = run.last_use
         if time < newest.last_use:
             run.data = _LATE
-            heappush(self._late, (time, run))
+            self._pushed += 1
+            heappush(self._late, (time, self._pushed, run))
             return
         run.prev = newest
         run.next = head
@@ -62,7 +65,7 @@ class LRU(EvictionPolicy):
         oldest: Run = head.next
         late = self._late
         while late:
-            time, run = late[0]
+            time, _, run = late[0]
             if run.data is None or run.last_use != time:
                 heappop(late)
                 continue
@@ -70,3 +73,15 @@ class LRU(EvictionPolicy):
                 return run
             break
         return None if oldest is head else oldest
+
+    def candidates(self) -> Iterator[Run]:
+        """Iterate over the list, then over the late leaves."""
+        run = self._head.next
+        while run is not self._head:
+            yield run
+            run = run.next
+        seen = set()
+        for time, _, late in self._late:
+            if late.data is not None and late.last_use == time and id(late) not in seen:
+                seen.add(id(late))
+                yield late

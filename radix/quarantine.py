@@ -1,0 +1,125 @@
+"""Quarantine: blocks that nobody holds but that a GPU step not known to be over may still touch.
+
+A fence names, for each registered worker, the step it must have completed. It is passed when every named worker has
+completed its step or was removed. Without workers there is nothing to wait for and every fence is passed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from radixpool.radix.errors import UnknownWorker
+
+if TYPE_CHECKING:
+    from radixpool.radix.node import Node
+
+__all__ = ["Fence", "Quarantine"]
+
+Fence = int | Mapping[str, int] | None  # a step of every worker, a step per worker, or none
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Something that waits: how many workers it waits for and what to do then."""
+
+    num_blocks: int
+    waiting: int
+    last_step: int
+    free: Callable[[], None]
+    node: Node | None
+
+
+class Quarantine:
+    """Workers, their completed steps, and what waits for them. Costs O(log n) an entry and worker."""
+
+    def __init__(self) -> None:
+        self.private_blocks = 0  # waiting blocks outside any tree
+        self.node_blocks = 0  # blocks of fenced nodes without a holder
+        self.completed: dict[str, int] = {}
+        self._waiting: dict[str, list[tuple[int, int, _Entry]]] = {}
+        self._entries = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """All quarantined blocks. O(1)."""
+        return self.private_blocks + self.node_blocks
+
+    def resolve(self, fence: Fence) -> dict[str, int]:
+        """Return the workers the fence still waits for, each with its step. Changes nothing."""
+        if fence is None:
+            return {}
+        if isinstance(fence, Mapping):
+            for worker, step in fence.items():
+                if worker not in self.completed:
+                    raise UnknownWorker(worker)
+                _check_step(f"after_step[{worker!r}]", step)
+            return {worker: step for worker, step in fence.items() if step > self.completed[worker]}
+        _check_step("after_step", fence)
+        return {worker: fence for worker, completed in self.completed.items() if fence > completed}
+
+    def next_step(self) -> dict[str, int]:
+        """Return a fence that every worker passes with the next step it completes."""
+        return {worker: completed + 1 for worker, completed in self.completed.items()}
+
+    def wait(
+        self, steps: dict[str, int], num_blocks: int, free: Callable[[], None], node: Node | None = None
+    ) -> None:
+        """Call `free` once every worker of `steps` (not empty) has completed its step. `node` is what it unfences."""
+        entry = _Entry(num_blocks, len(steps), max(steps.values()), free, node)
+        for worker, step in steps.items():
+            self._entries += 1
+            heappush(self._waiting[worker], (step, self._entries, entry))
+
+    def add_worker(self, worker: str, completed_step: int) -> None:
+        """Register a worker; what is quarantined already does not wait for it."""
+        if worker in self.completed:
+            raise ValueError(f"worker {worker!r} is already registered")
+        self.completed[worker] = completed_step
+        self._waiting[worker] = []
+
+    def complete(self, worker: str, step: int) -> None:
+        """Record that `worker` has completed all steps up to `step`; older reports are ignored."""
+        if worker not in self.completed:
+            raise UnknownWorker(worker)
+        _check_step("step", step)
+        if step > self.completed[worker]:
+            self.completed[worker] = step
+            self._pass(worker, step)
+
+    def remove_worker(self, worker: str) -> None:
+        """Forget a dead worker: nothing waits for it any more."""
+        if worker not in self.completed:
+            raise UnknownWorker(worker)
+        self._pass(worker, None)
+        del self.completed[worker], self._waiting[worker]
+
+    def retry_after(self, num_blocks: int) -> int | None:
+        """Return the smallest step whose completion frees `num_blocks`, None when none does. For refusals only."""
+        for entry in sorted(self._all(), key=lambda entry: entry.last_step):
+            num_blocks -= entry.num_blocks
+            if num_blocks <= 0:
+                return entry.last_step
+        return None
+
+    def fenced_nodes(self) -> Iterator[Node]:
+        """Iterate over the nodes that fences end at, one for each fence. O(entries)."""
+        return (entry.node for entry in self._all() if entry.node is not None)
+
+    def _all(self) -> list[_Entry]:
+        return list({id(entry): entry for heap in self._waiting.values() for _, _, entry in heap}.values())
+
+    def _pass(self, worker: str, step: int | None) -> None:
+        heap = self._waiting[worker]
+        while heap and (step is None or heap[0][0] <= step):
+            entry = heappop(heap)[2]
+            entry.waiting -= 1
+            if entry.waiting == 0:
+                entry.free()
+
+
+def _check_step(name: str, step: int) -> None:
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"{name} must be a step number >= 0, not {step!r}")

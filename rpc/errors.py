@@ -1,13 +1,16 @@
 """Errors that exist only between processes. Those of the cache itself are in `radixpool.radix.errors`.
 
-RadixPoolError
-├── Fenced                 the caller's epoch is over: register again
-├── LimitExceeded          too many clients, sequences or streams
-├── ManagerUnavailable     nobody answers at the address, or not in time
-├── AddressInUse           another manager serves the address
-├── PoolMismatch           the pool is not what was expected; names the field
-├── PoolUnavailable        no pool holder is registered
-└── ProtocolError          the peer's answer makes no sense: versions differ
+::
+
+    RadixPoolError
+    ├── Fenced                 the caller's epoch is over: register again
+    ├── LimitExceeded          too many clients, sequences or streams
+    ├── ManagerUnavailable     nobody answers at the address, or not in time
+    ├── AddressInUse           another process serves the address
+    ├── AddressUnavailable     the address cannot be listened on
+    ├── PoolMismatch           the pool is not what was expected; names the field
+    ├── PoolUnavailable        no pool holder is registered
+    └── ProtocolError          the peer's answer makes no sense: versions differ
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ class ManagerUnavailable(RadixPoolError):
 
 
 class AddressInUse(RadixPoolError):
-    """Another manager already serves this address."""
+    """Another process already serves this address."""
+
+
+class AddressUnavailable(RadixPoolError):
+    """The address cannot be listened on: no such directory or host, or no permission."""
 
 
 class PoolMismatch(RadixPoolError):

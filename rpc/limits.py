@@ -28,11 +28,13 @@ MAX_SESSIONS: Final = 64
 """Open Session streams; each holds one server thread."""
 UNARY_THREADS: Final = 8
 """Server threads beyond those of the streams. One lock guards the cache, so more would only queue."""
+MAX_METADATA_BYTES: Final = 16 << 10
 MAX_CONCURRENT_RPCS: Final = 1024
 """Calls in flight, queued ones included; more are answered RESOURCE_EXHAUSTED at once."""
 
-DEFAULT_TREE_NODES: Final = 1000
-MAX_TREE_NODES: Final = 10_000
+DEFAULT_INSPECTED: Final = 1000
+"""Nodes or sequences in one answer of an inspection, when the request names no number."""
+MAX_INSPECTED: Final = 10_000
 
 MIN_LEASE_TTL_MS: Final = 100
 DEFAULT_LEASE_TTL_MS: Final = 10_000

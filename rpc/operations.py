@@ -56,7 +56,7 @@ class Acquire:
 class Extend:
     """Append known tokens. Result: Extended."""
 
-    handle: bytes
+    handle: bytes = field(repr=False)
     tokens: Tokens
 
 
@@ -64,7 +64,7 @@ class Extend:
 class Reserve:
     """Make room for `num_tokens` beyond the present length. Result: Reserved."""
 
-    handle: bytes
+    handle: bytes = field(repr=False)
     num_tokens: int
 
 
@@ -72,7 +72,7 @@ class Reserve:
 class Commit:
     """Report that the KV of the first `upto` tokens is written. Result: Committed."""
 
-    handle: bytes
+    handle: bytes = field(repr=False)
     upto: int
 
 
@@ -80,14 +80,14 @@ class Commit:
 class Release:
     """End a sequence. Result: Released."""
 
-    handle: bytes
+    handle: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class GetBlockTables:
     """Read tokens and block tables of sequences. Result: BlockTables."""
 
-    handles: tuple[bytes, ...]
+    handles: tuple[bytes, ...] = field(repr=False)
 
 
 Operation: TypeAlias = Match | Acquire | Extend | Reserve | Commit | Release | GetBlockTables
@@ -104,7 +104,7 @@ class Matched:
 class Acquired:
     """A new sequence: `block_table` is int32, the reserve included."""
 
-    handle: bytes
+    handle: bytes = field(repr=False)
     cached_tokens: int
     block_table: BlockIds
 
@@ -135,7 +135,7 @@ class Remap:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """`committed_tokens` leading tokens are findable; apply `remaps` before the next step."""
+    """The KV of `committed_tokens` leading tokens is known to be written; apply `remaps` before the next step."""
 
     committed_tokens: int
     remaps: tuple[Remap, ...]
@@ -150,7 +150,7 @@ class Released:
 class SequenceView:
     """One sequence as the manager has it now. `tokens` is uint32, `block_table` int32."""
 
-    handle: bytes
+    handle: bytes = field(repr=False)
     tokens: npt.NDArray[np.uint32]
     block_table: BlockIds
     cached_tokens: int

@@ -540,7 +540,7 @@ class CommitResponse(_message.Message):
     COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     REMAPS_FIELD_NUMBER: _builtins.int
     committed_tokens: _builtins.int
-    """committed_tokens is how many leading tokens are findable now, a whole number of blocks."""
+    """committed_tokens is how many leading tokens are known to be written; their full blocks are findable."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     @_builtins.property
@@ -644,7 +644,7 @@ class SequenceView(_message.Message):
     cached_tokens: _builtins.int
     """cached_tokens is how many leading tokens were cached when the sequence was acquired."""
     committed_tokens: _builtins.int
-    """committed_tokens is how many leading tokens are findable now."""
+    """committed_tokens is how many leading tokens are known to be written; their full blocks are findable."""
     def __init__(
         self,
         *,

@@ -1,0 +1,212 @@
+"""All state of a manager behind one lock: the cache, the handles, the leases, the pool. Knows nothing of gRPC.
+
+Every public method takes the lock itself. The invariant over the parts, which `check` proves: a sequence of the cache
+has exactly one handle, which belongs to exactly one lease, live or waiting to be swept.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from radixpool.radix import RadixCache
+from radixpool.radix.errors import InvariantViolation
+from radixpool.rpc import limits
+from radixpool.rpc.errors import Fenced, LimitExceeded
+from radixpool.rpc.manager.handles import HandleTable
+from radixpool.rpc.manager.leases import Lease, LeaseTable
+from radixpool.rpc.manager.operations import Operations
+from radixpool.rpc.manager.options import ManagerOptions
+from radixpool.rpc.manager.pools import PoolRegistry
+from radixpool.v1 import cache_pb2, common_pb2, pool_pb2
+
+
+class Engine:
+    """The manager's state and every change to it.
+
+    `clock` gives monotonic seconds, `random_bytes` the capabilities, `incarnation` a number greater than that of every
+    earlier life.
+    """
+
+    def __init__(
+        self,
+        options: ManagerOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+        incarnation: int | None = None,
+    ) -> None:
+        self.options = options
+        self.incarnation = time.time_ns() // 1000 if incarnation is None else incarnation
+        self.generation = 1
+        self.expired_leases = 0
+        self.fenced_requests = 0
+        self.open_sessions = 0
+        self.lock = threading.Lock()
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._started_at = clock()
+        # Epochs count up over all lives of the manager, so that one of an earlier life never matches.
+        self.leases = LeaseTable(ttl_s=options.lease_ttl_ms / 1000, clock=clock, first_epoch=self.incarnation)
+        self.pools = PoolRegistry(num_blocks=options.num_blocks, block_size=options.block_size)
+        self._dying: deque[Lease] = deque()
+        self._start_cache()
+
+    def _start_cache(self) -> None:
+        self.cache = RadixCache(self.options.num_blocks, self.options.block_size, policy=self.options.policy)
+        self.handles = HandleTable(self._random_bytes)
+        self.operations = Operations(self.cache, self.handles)
+
+    # Requests.
+
+    def run(self, kind: str, request: Any, reply: Any) -> None:
+        """Run one operation under the header of its own request and fill `reply`. Raises what the operation raises."""
+        with self.lock:
+            lease = self._admit(request.header)
+            self.operations.handlers[kind](lease, request, reply)
+            self.stamp(reply.header)
+
+    def run_batch(
+        self,
+        request: cache_pb2.BatchRequest | cache_pb2.SessionRequest,
+        reply: cache_pb2.BatchResponse | cache_pb2.SessionResponse,
+    ) -> None:
+        """Run operations in order, each by itself, and fill `reply`. Raises for the batch as a whole only."""
+        count = len(request.operations)
+        if count > limits.MAX_BATCH_OPERATIONS:
+            raise ValueError(f"operations: the limit is {limits.MAX_BATCH_OPERATIONS}, got {count}")
+        with self.lock:
+            lease = self._admit(request.header)
+            for operation in request.operations:
+                self.operations.run(lease, operation, reply.results.add())
+            self.stamp(reply.header)
+
+    def match(self, request: cache_pb2.MatchRequest, reply: cache_pb2.MatchResponse) -> None:
+        """Say how much is cached; needs no lease."""
+        with self.lock:
+            self.operations.match(request, reply)
+            self.stamp(reply.header)
+
+    def get_block_tables(
+        self, request: cache_pb2.GetBlockTablesRequest, reply: cache_pb2.GetBlockTablesResponse
+    ) -> None:
+        """Describe sequences by their handles; needs no lease."""
+        with self.lock:
+            self.operations.get_block_tables(request, reply)
+            self.stamp(reply.header)
+
+    def stamp(self, header: common_pb2.ResponseHeader) -> None:
+        """Say in a reply which life answered."""
+        header.incarnation = self.incarnation
+        header.generation = self.generation
+
+    def uptime_ms(self) -> int:
+        """Return how long this life has lasted."""
+        return int((self._clock() - self._started_at) * 1000)
+
+    # Clients.
+
+    def register_client(self, client_id: bytes, *, name: str, role: int) -> int:
+        """Start a new epoch and return it; sequences of the epoch before are aborted. Raises LimitExceeded."""
+        with self.lock:
+            lease, former = self.leases.register(client_id, name=name, role=role)
+            if former is not None:
+                self._bury(former)
+            return lease.epoch
+
+    def renew(self, header: common_pb2.RequestHeader) -> None:
+        """Renew a live lease. Raises Fenced."""
+        with self.lock:
+            self.leases.renew(self._admit(header))
+
+    def unregister_client(self, header: common_pb2.RequestHeader) -> int:
+        """End a live lease, abort its sequences and return how many there were. Raises Fenced."""
+        with self.lock:
+            lease = self._admit(header)
+            self.leases.end(lease.client_id)
+            num_sequences = len(lease.handles)
+            self._bury(lease)
+            return num_sequences
+
+    def sweep(self) -> bool:
+        """Abort a slice of what expired clients held. Returns whether there is more to do at once.
+
+        Holds the lock for at most `EXPIRY_SLICE_SEQUENCES` releases, so that others wait no longer than that.
+        """
+        with self.lock:
+            while (lease := self.leases.pop_expired()) is not None:
+                self.expired_leases += 1
+                self._bury(lease)
+            for _ in range(limits.EXPIRY_SLICE_SEQUENCES):
+                if not self._dying:
+                    return False
+                held = self.handles.take_one(self._dying[0])
+                if held is None:
+                    self._dying.popleft()
+                else:
+                    self.cache.release(held.sequence)
+            return bool(self._dying)
+
+    def _bury(self, dead: Lease) -> None:
+        """Queue the sequences of an ended lease for the sweep; their handles are void from now on."""
+        if dead.handles:
+            self._dying.append(dead)
+
+    def _admit(self, header: common_pb2.RequestHeader) -> Lease:
+        try:
+            return self.leases.admit(header.client_id, header.epoch)
+        except Fenced:
+            self.fenced_requests += 1
+            raise
+
+    # Sessions.
+
+    def open_session(self) -> None:
+        """Count a new stream. Raises LimitExceeded."""
+        with self.lock:
+            if self.open_sessions >= limits.MAX_SESSIONS:
+                raise LimitExceeded(f"sessions: the limit is {limits.MAX_SESSIONS}, all are open")
+            self.open_sessions += 1
+
+    def close_session(self) -> None:
+        """Count a stream's end."""
+        with self.lock:
+            self.open_sessions -= 1
+
+    # The pool.
+
+    def register_pool(self, request: pool_pb2.RegisterPoolRequest) -> None:
+        """Take over a pool. One with other bytes than before empties the cache and fences every other client."""
+        with self.lock:
+            holder = self._admit(request.header)
+            if self.pools.register(request.pool, holder):
+                self._start_generation(keep=holder)
+
+    def _start_generation(self, *, keep: Lease) -> None:
+        for lease in list(self.leases):
+            if lease is not keep:
+                self.leases.end(lease.client_id)
+        keep.handles.clear()
+        self._dying.clear()
+        self.generation += 1
+        self._start_cache()
+
+    # Proof.
+
+    def check(self) -> None:
+        """Raise InvariantViolation unless the cache, the handles and the leases agree. O(everything)."""
+        with self.lock:
+            self.cache.check()
+            owned = [handle for lease in (*self.leases, *self._dying) for handle in lease.handles]
+            live = {sequence.handle for sequence in self.cache.sequences()}
+            problems = []
+            if sorted(owned) != sorted(held.handle for held in self.handles):
+                problems.append(f"{len(owned)} handles under leases, {len(self.handles)} in the table")
+            if live != {held.sequence.handle for held in self.handles}:
+                problems.append(f"{len(live)} sequences in the cache, {len(self.handles)} handles")
+            if problems:
+                raise InvariantViolation("; ".join(problems))

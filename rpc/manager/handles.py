@@ -1,0 +1,91 @@
+"""Capabilities: 16 random bytes on the wire, a sequence of the cache inside.
+
+A handle works while its owner's lease is alive; who knows it may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from radixpool.radix import Sequence
+from radixpool.radix.errors import UnknownSequence
+from radixpool.rpc import limits
+from radixpool.rpc.errors import LimitExceeded
+from radixpool.rpc.manager.leases import Lease
+
+
+class Held:
+    """A live sequence, its handle, and the lease it lives under."""
+
+    __slots__ = ("handle", "lease", "sequence")
+
+    def __init__(self, handle: bytes, sequence: Sequence, lease: Lease) -> None:
+        self.handle = handle
+        self.sequence = sequence
+        self.lease = lease
+
+
+class HandleTable:
+    """Every live handle, findable by the capability and by the cache's own number."""
+
+    def __init__(self, random_bytes: Callable[[int], bytes]) -> None:
+        self._random_bytes = random_bytes
+        self._by_handle: dict[bytes, Held] = {}
+        self._by_sequence: dict[int, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_handle)
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(self._by_handle.values())
+
+    def check_room(self, lease: Lease) -> None:
+        """Raise LimitExceeded when the client may hold no further sequence."""
+        if len(lease.handles) >= limits.MAX_SEQUENCES_PER_CLIENT:
+            raise LimitExceeded(f"sequences of client {lease.name!r}: the limit is {limits.MAX_SEQUENCES_PER_CLIENT}")
+
+    def add(self, sequence: Sequence, lease: Lease) -> bytes:
+        """Give a new sequence a handle and return it. O(1)."""
+        handle = self._random_bytes(limits.HANDLE_BYTES)
+        held = Held(handle, sequence, lease)
+        self._by_handle[handle] = self._by_sequence[sequence.handle] = held
+        lease.handles[handle] = None
+        return handle
+
+    def get(self, handle: bytes) -> Held:
+        """Return a live sequence. Raises ValueError for a malformed handle, UnknownSequence. O(1)."""
+        held = self._by_handle.get(handle)
+        if held is None:
+            if len(handle) != limits.HANDLE_BYTES:
+                raise ValueError(f"handle must be {limits.HANDLE_BYTES} bytes, got {len(handle)}")
+            raise UnknownSequence(fingerprint(handle))
+        if not held.lease.alive:
+            raise UnknownSequence(fingerprint(handle))
+        return held
+
+    def get_by_id(self, sequence_id: int) -> Held:
+        """Return a live sequence by the cache's own number. Raises UnknownSequence. O(1)."""
+        held = self._by_sequence.get(sequence_id)
+        if held is None:
+            raise UnknownSequence(sequence_id)
+        return held
+
+    def remove(self, held: Held) -> None:
+        """Forget a handle. O(1)."""
+        del self._by_handle[held.handle]
+        del self._by_sequence[held.sequence.handle]
+        held.lease.handles.pop(held.handle, None)
+
+    def take_one(self, lease: Lease) -> Held | None:
+        """Forget the oldest handle of a lease and return what it named, None when there is none left. O(1)."""
+        handle = next(iter(lease.handles), None)
+        if handle is None:
+            return None
+        held = self._by_handle[handle]
+        self.remove(held)
+        return held
+
+
+def fingerprint(handle: bytes) -> str:
+    """Return the part of a handle that may be shown: enough to tell two apart, not enough to use one."""
+    return f"{handle[:4].hex()}…"

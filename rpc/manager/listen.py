@@ -1,0 +1,112 @@
+"""Taking an address for oneself alone, and giving it back.
+
+gRPC would let a second server share a TCP port (SO_REUSEPORT) and would silently replace a unix socket that another
+server listens on. So the port option is off, and a unix socket is guarded by a lock on a file beside it, which the
+kernel gives back when the process ends in whatever way.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from radixpool.rpc.address import Address, TcpAddress, UnixAddress, parse_address
+from radixpool.rpc.errors import AddressInUse, AddressUnavailable
+
+_PRIVATE_UMASK: Final = 0o177
+"""Sockets and lock files are for the owner alone: mode 0600."""
+
+
+class Listener:
+    """An address that a gRPC server listens on. `address` has the port that the system chose."""
+
+    def __init__(self, requested: str) -> None:
+        self._requested = parse_address(requested)
+        self._lock_fd: int | None = None
+        self.address = requested
+
+    def bind(self, server: grpc.Server, credentials: grpc.ServerCredentials | None = None) -> None:
+        """Make `server` listen. Raises AddressInUse, AddressUnavailable."""
+        if isinstance(self._requested, UnixAddress):
+            self._lock_fd = _lock(Path(f"{self._requested.path}.lock"))
+        else:
+            _probe(self._requested)
+        try:
+            with _private_files():
+                port = _add_port(server, self._requested, credentials)
+        except RuntimeError as error:
+            self.close()
+            raise AddressUnavailable(f"cannot listen on {self._requested.target}: {error}") from None
+        if isinstance(self._requested, TcpAddress):
+            self.address = TcpAddress(self._requested.host, port).target
+
+    def close(self) -> None:
+        """Remove the socket and its lock file. A second close does nothing."""
+        if self._lock_fd is None or not isinstance(self._requested, UnixAddress):
+            return
+        Path(self._requested.path).unlink(missing_ok=True)
+        # Removed while still locked: whoever waits for this very file notices and takes the new one.
+        Path(f"{self._requested.path}.lock").unlink(missing_ok=True)
+        os.close(self._lock_fd)
+        self._lock_fd = None
+
+
+def _add_port(server: grpc.Server, address: Address, credentials: grpc.ServerCredentials | None) -> int:
+    if credentials is None:
+        return server.add_insecure_port(address.target)
+    return server.add_secure_port(address.target, credentials)
+
+
+def _lock(path: Path) -> int:
+    """Return the descriptor of the locked file. Raises AddressInUse, AddressUnavailable."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise AddressUnavailable(f"cannot listen beside {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise AddressInUse(f"another manager serves unix:{str(path).removesuffix('.lock')}") from None
+        if _names(path, fd):
+            return fd
+        os.close(fd)  # its last owner removed the file just now
+
+
+def _names(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _probe(address: TcpAddress) -> None:
+    """Raise what a plain bind says, because gRPC's own error does not."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+            probe.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(f"another process serves {address.target}") from None
+        raise AddressUnavailable(f"cannot listen on {address.target}: {error.strerror}") from None
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    before = os.umask(_PRIVATE_UMASK)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -1,0 +1,108 @@
+"""The manager as a process: one gRPC server with a bounded thread pool over one engine, and the lease sweeper.
+
+Why a sync server with one lock: see docs/service.md, which has the measurements.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from radixpool.rpc import limits
+from radixpool.rpc.manager.admin_service import AdminService
+from radixpool.rpc.manager.cache_service import CacheService
+from radixpool.rpc.manager.engine import Engine
+from radixpool.rpc.manager.interceptor import ErrorInterceptor
+from radixpool.rpc.manager.listen import Listener
+from radixpool.rpc.manager.options import ManagerOptions
+from radixpool.rpc.manager.pool_service import PoolService
+from radixpool.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, pool_pb2_grpc
+
+SERVICE_NAMES: Final = tuple(
+    module.DESCRIPTOR.services_by_name[name].full_name
+    for module, name in ((cache_pb2, "CacheService"), (pool_pb2, "PoolService"), (admin_pb2, "AdminService"))
+)
+SWEEPS_PER_TTL: Final = 20
+MAX_SWEEP_INTERVAL_S: Final = 0.5
+SWEEP_PAUSE_S: Final = 0.001
+"""Between two slices of one sweep, so that waiting calls get the lock."""
+
+_SERVER_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", limits.MAX_METADATA_BYTES),
+    ("grpc.max_concurrent_streams", limits.MAX_CONCURRENT_RPCS),
+    # Clients ping every 10 s to notice a dead manager; without this they would be cut off for it.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A frozen client must not keep a stream, and the thread behind it, for ever.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+class ManagerServer:
+    """One manager. Start it, wait, stop it; `address` is known after the start."""
+
+    def __init__(
+        self,
+        options: ManagerOptions,
+        *,
+        interceptors: Sequence[grpc.ServerInterceptor] = (),
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        self.engine = Engine(options)
+        self._credentials = credentials
+        self._listener = Listener(options.listen)
+        self._health = health.HealthServicer(experimental_non_blocking=True)
+        self._threads = ThreadPoolExecutor(limits.UNARY_THREADS + limits.MAX_SESSIONS, thread_name_prefix="rpc")
+        self._server = grpc.server(
+            self._threads,
+            interceptors=(*interceptors, ErrorInterceptor()),
+            options=_SERVER_OPTIONS,
+            maximum_concurrent_rpcs=limits.MAX_CONCURRENT_RPCS,
+        )
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self.engine), self._server)
+        pool_pb2_grpc.add_PoolServiceServicer_to_server(PoolService(self.engine), self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self.engine), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+        self._stopping = threading.Event()
+        self._sweeper = threading.Thread(target=self._sweep, name="lease-sweeper", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where the manager listens, with the port that the system chose."""
+        return self._listener.address
+
+    def start(self) -> None:
+        """Listen and serve. Raises AddressInUse, AddressUnavailable; nothing is left behind then."""
+        self._listener.bind(self._server, self._credentials)
+        self._server.start()
+        self._sweeper.start()
+        for name in ("", *SERVICE_NAMES):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones `grace_s`, and leave the address."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait()
+        self._stopping.set()
+        self._sweeper.join()
+        self._threads.shutdown(wait=True)
+        self._listener.close()
+
+    def _sweep(self) -> None:
+        interval_s = min(MAX_SWEEP_INTERVAL_S, self.engine.options.lease_ttl_ms / 1000 / SWEEPS_PER_TTL)
+        while not self._stopping.wait(interval_s):
+            while self.engine.sweep():
+                self._stopping.wait(SWEEP_PAUSE_S)

@@ -3,7 +3,7 @@
 Operations by purpose (each lives in the module named):
 
 * requests: `match`, `acquire`, `extend`, `reserve`, `commit`, `release`, `sequence`, `sequences` (lifecycle)
-* GPU steps: `add_worker`, `complete_step`, `remove_worker`, `next_step_fence`
+* GPU steps: `add_worker`, `complete_step`, `remove_worker`, `next_step_fence`, `workers` (fences)
 * room: `evict`
 * looking: `stats`, `nodes`, `namespaces`, `block_info`, `holders`, `check` (inspection)
 
@@ -44,6 +44,7 @@ class RadixCache(Inspection):
     ReleaseResult(freed_blocks=1, quarantined_blocks=0)
     >>> cache.match([1, 2, 3, 4, 5]).tokens
     4
+
     """
 
     def __init__(
@@ -67,41 +68,3 @@ class RadixCache(Inspection):
         blocks = np.concatenate(order) if order else np.empty(0, dtype=np.int32)
         blocks.setflags(write=False)
         return EvictResult(count, blocks)
-
-    def add_worker(self, worker: str, *, completed_step: int = -1) -> None:
-        """Register a worker whose steps fences wait for. What is quarantined already does not wait for it. O(1).
-
-        Raises:
-            ValueError: it is registered already.
-        """
-        self._quarantine.add_worker(worker, completed_step)
-
-    def complete_step(self, worker: str, step: int) -> int:
-        """Record that `worker` has completed all its steps up to `step`. Return the blocks that left quarantine.
-
-        Reporting an older step again changes nothing. O(log n) for each fence it passes.
-
-        Raises:
-            UnknownWorker: it is not registered.
-        """
-        before = self._quarantine.num_blocks
-        self._quarantine.complete(worker, step)
-        return before - self._quarantine.num_blocks
-
-    def remove_worker(self, worker: str) -> int:
-        """Forget a worker that is known to be dead. Return the blocks that left quarantine.
-
-        Raises:
-            UnknownWorker: it is not registered.
-        """
-        before = self._quarantine.num_blocks
-        self._quarantine.remove_worker(worker)
-        return before - self._quarantine.num_blocks
-
-    def next_step_fence(self) -> dict[str, int]:
-        """Return a fence for `after_step` that every worker passes with the next step it completes. O(workers)."""
-        return self._quarantine.next_step()
-
-    def workers(self) -> dict[str, int]:
-        """Return the registered workers with the last step each has completed. O(workers)."""
-        return dict(self._quarantine.completed)

@@ -120,8 +120,12 @@ class _Checker:
         for handle, seq in self.cache._sequences.items():
             node, what = seq._node, f"sequence {handle}"
             self.need(seq.handle == handle and not seq.released, f"{what} is listed wrongly")
-            self.need(node.end == seq.committed_tokens // self.cache.block_size, f"{what}: tree part is not what is committed")
-            self.need(seq.committed_tokens <= seq.num_tokens <= seq.capacity_tokens, f"{what}: token counts out of order")
+            self.need(
+                node.end == seq.committed_tokens // self.cache.block_size, f"{what}: tree part is not what is committed"
+            )
+            self.need(
+                seq.committed_tokens <= seq.num_tokens <= seq.capacity_tokens, f"{what}: token counts out of order"
+            )
             path: list[bytes] = []
             keys: list[bytes] = []
             while node.parent is not node:
@@ -164,9 +168,7 @@ class _Checker:
         expected = {
             id(node)
             for node in self.nodes.values()
-            if node.parent is not node
-            and not (node.ref or node.fence or node.children)
-            and node.policy is not None
+            if node.parent is not node and not (node.ref or node.fence or node.children) and node.policy is not None
         }
         found = [id(run) for policy in self.cache._groups.policies() for run in policy.candidates()]
         self.need(len(found) == len(set(found)), "a run is a candidate twice")

@@ -36,6 +36,7 @@ class Walk(NamedTuple):
         pos: bytes of the key matched by whole nodes.
         child: a child of `node` of which only the head matched, or None.
         head: how many blocks of `child` matched.
+
     """
 
     node: Node
@@ -99,7 +100,7 @@ class CacheCore:
         return Walk(node, pos, None, 0)
 
     def _common(self, edge: bytes, key: bytes, pos: int, limit: int) -> int:
-        """Count the leading blocks, 1 to `limit`, that `edge` shares with `key[pos:]`. The first is known to be equal."""
+        """Count the leading blocks, 1 to `limit`, that `edge` shares with `key[pos:]`. The first is equal."""
         stride = self._stride
         if key.startswith(edge[: limit * stride], pos):
             return limit
@@ -222,7 +223,7 @@ class CacheCore:
         self._cached -= bottom - node.end
 
     def _hold_odd(self, node: Node) -> None:
-        """`_hold` where some nodes are fenced. `node.ref` was raised from 0 already. Dead nodes are never taken anew."""
+        """`_hold` where some nodes are fenced. `node.ref` was raised from 0. Dead nodes are never taken anew."""
         while True:
             if node.fence:
                 self._quarantine.node_blocks -= node.num_blocks
@@ -314,6 +315,7 @@ class CacheCore:
 
         Raises:
             PoolExhausted, QuotaExceeded.
+
         """
         node = target
         spared = 0

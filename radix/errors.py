@@ -41,6 +41,7 @@ class PoolExhausted(RadixPoolError):
         short_blocks: ``needed_blocks - allocatable_blocks``.
         num_blocks: size of the pool.
         retry_after_step: the step whose completion frees enough quarantined blocks, or None.
+
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class QuotaExceeded(RadixPoolError):
         needed_blocks: new blocks the operation needs.
         allocatable_blocks: blocks the tenant may still take, its own evictable ones included.
         max_blocks: the quota.
+
     """
 
     def __init__(self, tenant: str, *, needed_blocks: int, allocatable_blocks: int, max_blocks: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from radixpool.radix.eviction import make_policy
-from radixpool.radix.eviction.base import DEFAULT_PRIORITY, EvictionPolicy, Run
+from radixpool.radix.eviction.base import EvictionPolicy, Run
 
 if TYPE_CHECKING:
     from radixpool.radix.quotas import Account

@@ -55,10 +55,11 @@ class Inspection(Lifecycle):
         return 0
 
     def check(self) -> None:
-        """Prove every invariant of the cache. O(blocks + runs + sequences × their depth).
+        """Prove every invariant of the cache. O(blocks + runs + the depth of every sequence).
 
         Raises:
             InvariantViolation: one does not hold; the message names it and dumps the counters.
+
         """
         check_cache(self)
 
@@ -74,7 +75,7 @@ class Inspection(Lifecycle):
         roots = list(self._roots.values()) if namespace is None else [self._roots.get(namespace)]
         refs = self._count_holders()
         for root in roots:
-            stack = [(root, 0)] if root is not None else []
+            stack: list[tuple[Node, int]] = [(root, 0)] if root is not None else []
             while stack:
                 node, level = stack.pop()
                 if level:
@@ -119,6 +120,7 @@ class Inspection(Lifecycle):
 
         Raises:
             ValueError: no such block.
+
         """
         if not isinstance(block_id, int) or not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block_id must be an integer from 0 to {self.num_blocks - 1}, not {block_id!r}")
@@ -130,9 +132,7 @@ class Inspection(Lifecycle):
                 size = self.block_size
                 tokens = info.tokens[index * size : (index + 1) * size]
                 position = info.start + index
-                return BlockInfo(
-                    block_id, info.state, handles, info.namespace, position, True, tokens, info.last_use
-                )
+                return BlockInfo(block_id, info.state, handles, info.namespace, position, True, tokens, info.last_use)
         if holders:
             seq, index = holders[0]
             return BlockInfo(block_id, BlockState.HELD, handles, seq.namespace, index, False, None, None)

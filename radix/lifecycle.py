@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from radixpool.radix.core import MERGE_LIMIT_BLOCKS, CacheCore
-from radixpool.radix.eviction.base import DEFAULT_PRIORITY
+from radixpool.radix.core import MERGE_LIMIT_BLOCKS
 from radixpool.radix.errors import PoolExhausted, QuotaExceeded, UnknownSequence
+from radixpool.radix.eviction.base import DEFAULT_PRIORITY
+from radixpool.radix.fences import FencedCore
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.node import Node
 from radixpool.radix.quarantine import Fence
@@ -26,7 +27,7 @@ __all__ = ["Lifecycle"]
 _NOTHING_RELEASED = ReleaseResult(0, 0)
 
 
-class Lifecycle(CacheCore):
+class Lifecycle(FencedCore):
     """Operations on requests and their sequences."""
 
     def __init__(self, num_blocks: int, block_size: int, policy: str) -> None:
@@ -47,6 +48,7 @@ class Lifecycle(CacheCore):
 
         Raises:
             ValueError, TypeError: bad tokens.
+
         """
         key = pack_tokens(tokens)
         root = self._roots.get(namespace)
@@ -84,6 +86,7 @@ class Lifecycle(CacheCore):
             ValueError, TypeError: bad tokens or lengths.
 
         O(len(tokens)) by memcmp, plus O(runs on the path that nobody held).
+
         """
         key = tokens if type(tokens) is bytes else pack_tokens(tokens)
         num_tokens = len(key) >> 2
@@ -162,6 +165,7 @@ class Lifecycle(CacheCore):
             PoolExhausted, QuotaExceeded: no room; nothing was changed.
             UnknownSequence: it was released.
             ValueError, TypeError: bad tokens.
+
         """
         if seq.released:
             raise UnknownSequence(seq.handle)
@@ -179,6 +183,7 @@ class Lifecycle(CacheCore):
         Raises:
             PoolExhausted, QuotaExceeded: no room; nothing was changed.
             UnknownSequence: it was released.
+
         """
         if seq.released:
             raise UnknownSequence(seq.handle)
@@ -212,6 +217,7 @@ class Lifecycle(CacheCore):
         Raises:
             UnknownSequence: it was released.
             ValueError: `upto` is negative or more than its known tokens.
+
         """
         if seq.released:
             raise UnknownSequence(seq.handle)
@@ -233,14 +239,14 @@ class Lifecycle(CacheCore):
             key, pos, end = bytes(tokens[done * stride : full * stride]), 0, (full - done) * stride
         remaps: tuple[Remap, ...] = ()
         if node.children:
-            remaps = self._adopt_twins(seq, key, pos, end, after_step)  # type: ignore[arg-type]
+            remaps = self._adopt_twins(seq, key, pos, end, after_step)
             if remaps:
                 pos += len(remaps) * stride
                 done += len(remaps)
                 node = seq._node
         if pos < end:
             blocks = seq._table[done * 4 : full * 4]
-            seq._node = self._publish(node, key[pos:end], blocks)  # type: ignore[arg-type]
+            seq._node = self._publish(node, key[pos:end], blocks)
             self._committed_blocks += full - done
         return CommitResult(upto, remaps)
 
@@ -270,7 +276,7 @@ class Lifecycle(CacheCore):
         """Swap the sequence's own copies of what is in the tree already for the tree's blocks."""
         node = seq._node
         tables: list[bytes] = []
-        deepest, reached, child, head = self._walk(node, key, pos, end, tables)
+        deepest, _, child, head = self._walk(node, key, pos, end, tables)
         if child is not None:
             deepest = self._split(child, head)
             tables.append(deepest.blocks)
@@ -289,24 +295,6 @@ class Lifecycle(CacheCore):
         new = np.frombuffer(theirs, dtype=np.int32).tolist()
         return tuple(map(Remap, range(first, first + len(old)), old, new))
 
-    def _retire(self, blocks: bytes, payer: Node, steps: dict[str, int]) -> int:
-        """Free private blocks once `steps` are over. Return how many are quarantined until then."""
-        if not steps or not blocks:
-            self._give(blocks, payer)
-            return 0
-        count = len(blocks) >> 2
-        quarantine = self._quarantine
-        quarantine.private_blocks += count
-        if payer.account is not None:
-            payer.account.used -= count  # nobody's any more
-
-        def free() -> None:
-            quarantine.private_blocks -= count
-            self._free.frombytes(blocks)
-
-        quarantine.wait(steps, count, free)
-        return count
-
     def release(self, seq: Sequence, *, after_step: Fence = None) -> ReleaseResult:
         """End a sequence. What it committed stays cached, everything else is free again.
 
@@ -315,6 +303,7 @@ class Lifecycle(CacheCore):
 
         Raises:
             UnknownWorker, ValueError: a bad fence; nothing was changed.
+
         """
         if seq.released:
             return _NOTHING_RELEASED
@@ -326,8 +315,8 @@ class Lifecycle(CacheCore):
         seq.released = True
         del self._sequences[seq.handle]
         self._tick += 1
-        if steps:
-            return ReleaseResult(0, self._release_later(node, private, steps))
+        if steps or self._odd:
+            return self._release_odd(node, private, steps)
         if private:
             self._give(private, node)
         self._drop(node)
@@ -335,47 +324,25 @@ class Lifecycle(CacheCore):
             return _NOTHING_RELEASED
         return ReleaseResult(len(private) >> 2, 0)
 
-    def _release_later(self, node: Node, private: bytes, steps: dict[str, int]) -> int:
-        """Drop a hold but keep its path fenced until `steps` are over. Return the number of blocks quarantined."""
-        before = self._quarantine.num_blocks
+    def _release_odd(self, node: Node, private: bytes, steps: dict[str, int]) -> ReleaseResult:
+        """Drop a hold where there are dead nodes or fences; keep its path fenced until `steps` are over."""
+        quarantine = self._quarantine
+        free, quarantined, fenced = len(self._free), quarantine.num_blocks, quarantine.node_blocks
         self._retire(private, node, steps)
-        if node.parent is not node:
+        if steps and node.parent is not node:
             self._fence(node)
-            held_before = self._quarantine.node_blocks
             self._drop(node)
-            count = self._quarantine.node_blocks - held_before
-            self._quarantine.wait(steps, count, lambda: self._unfence(node), node)
+            quarantine.wait(steps, quarantine.node_blocks - fenced, lambda: self._unfence(node), node)
         else:
             self._drop(node)
-        return self._quarantine.num_blocks - before
-
-    def _fence(self, node: Node) -> None:
-        """Fence the held path to `node`. O(nodes of the path that were not fenced)."""
-        self._odd += 1
-        while node.parent is not node:
-            node.fence += 1
-            if node.fence > 1:
-                return
-            node = node.parent
-
-    def _unfence(self, node: Node) -> None:
-        """Undo one `_fence`; blocks that nothing else keeps become cached (or free, if they are dead)."""
-        self._odd -= 1
-        while node.parent is not node:
-            node.fence -= 1
-            if node.fence:
-                return
-            parent = node.parent
-            if node.ref == 0:
-                self._quarantine.node_blocks -= node.num_blocks
-                self._settle(node)
-            node = parent
+        return ReleaseResult(len(self._free) - free, quarantine.num_blocks - quarantined)
 
     def sequence(self, handle: int) -> Sequence:
         """Return the live sequence with this handle. O(1).
 
         Raises:
             UnknownSequence: it was released or never existed.
+
         """
         seq = self._sequences.get(handle)
         if seq is None:

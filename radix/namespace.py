@@ -22,6 +22,7 @@ class Namespace:
         adapter_generation: raise it when an adapter's weights are replaced under the same name.
         tenant: whose data it is: the unit of quotas and isolation.
         cache_salt: secret of a group of requests that may share with each other only.
+
     """
 
     model: str = ""

@@ -28,6 +28,7 @@ class Node(Run):
         policy: the policy object that ranks it as a candidate; None once it is dead: unfindable, freed with its holder.
         account: the tenant's account that pays for its blocks, if the tenant has a quota.
         media: encoded media spans under its only block, or empty.
+
     """
 
     __slots__ = ("account", "children", "fence", "media", "parent", "pins", "policy", "ref")
@@ -64,13 +65,15 @@ class Node(Run):
 
     def _origin(self) -> bytes:
         if self.origin is None:
-            chain, node = [], self
+            chain: list[Node] = []
+            node = self
             while node.origin is None:  # a root always has one
                 chain.append(node)
                 node = node.parent
             for node in reversed(chain):
                 before = (node.parent.identities() or [node.parent._origin()])[-1]
                 node.origin = blake2b(before + node.media, digest_size=8).digest() if node.media else before
+        assert self.origin is not None
         return self.origin
 
 

@@ -64,9 +64,7 @@ class Quarantine:
         """Return a fence that every worker passes with the next step it completes."""
         return {worker: completed + 1 for worker, completed in self.completed.items()}
 
-    def wait(
-        self, steps: dict[str, int], num_blocks: int, free: Callable[[], None], node: Node | None = None
-    ) -> None:
+    def wait(self, steps: dict[str, int], num_blocks: int, free: Callable[[], None], node: Node | None = None) -> None:
         """Call `free` once every worker of `steps` (not empty) has completed its step. `node` is what it unfences."""
         entry = _Entry(num_blocks, len(steps), max(steps.values()), free, node)
         for worker, step in steps.items():

@@ -6,7 +6,7 @@ The ones made on the hot path are named tuples (a third of a frozen dataclass's 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-class BlockState(str, Enum):
+class BlockState(StrEnum):
     """The state of a block: exactly one at any time."""
 
     FREE = "free"
@@ -48,19 +48,22 @@ class PrefixMatch(NamedTuple):
     Attributes:
         tokens: number of matched tokens, a multiple of the block size.
         blocks: ids of the matched blocks, in order, int32 `[tokens / block_size]`, read-only.
+
     """
 
     tokens: int
     blocks: npt.NDArray[np.int32]
 
 
-class Remap(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Remap:
     """One block-table entry that changed because its content was already cached.
 
     Attributes:
         index: position in the block table.
         old_block: the sequence's own copy, now quarantined or free.
         new_block: the block that was in the tree before.
+
     """
 
     index: int
@@ -75,6 +78,7 @@ class CommitResult(NamedTuple):
         committed_tokens: tokens of the sequence whose KV is known to be written.
         remaps: table entries that now name blocks committed by somebody else; a worker applies them before its next
             step. Empty almost always.
+
     """
 
     committed_tokens: int
@@ -95,6 +99,7 @@ class ReleaseResult(NamedTuple):
     Attributes:
         freed_blocks: blocks that were only its own and are free now.
         quarantined_blocks: blocks that wait for a step fence.
+
     """
 
     freed_blocks: int
@@ -108,6 +113,7 @@ class RewindResult(NamedTuple):
         num_tokens: tokens the sequence has now.
         freed_blocks: blocks that are free now.
         quarantined_blocks: blocks that wait for a step fence.
+
     """
 
     num_tokens: int
@@ -121,6 +127,7 @@ class EvictResult(NamedTuple):
     Attributes:
         num_blocks: how many blocks went.
         blocks: their ids in the order they went, int32, read-only.
+
     """
 
     num_blocks: int
@@ -136,6 +143,7 @@ class PendingPrefix(NamedTuple):
         producer: handle of the sequence that computes it.
         cached_tokens: tokens that are cached already.
         available_tokens: tokens that will be cached once the producer has committed all it shares with the request.
+
     """
 
     producer: int
@@ -150,6 +158,7 @@ class ForkResult:
     Attributes:
         handles: handles of the new sequences.
         copies: copy orders to run before the next write to either side; one per fork with a partly filled tail block.
+
     """
 
     handles: tuple[int, ...]
@@ -164,6 +173,7 @@ class InvalidateResult:
         removed_blocks: blocks that are no longer findable (the bad one and everything below it).
         freed_blocks: those of them that nobody held and that are free now.
         holders: handles of live sequences that hold a removed block and have to recompute it.
+
     """
 
     removed_blocks: int
@@ -208,6 +218,7 @@ class NodeInfo:
         pinned: whether a pin holds it.
         priority: retention priority.
         media: whether the run is a block under media content.
+
     """
 
     namespace: Namespace
@@ -237,6 +248,7 @@ class BlockInfo:
         findable: whether a lookup can return it.
         tokens: its token ids, uint32, None unless committed.
         last_use: logical time of its last release, None unless committed.
+
     """
 
     block_id: int

@@ -12,6 +12,7 @@ from radixpool.radix.results import CopyOrder
 
 if TYPE_CHECKING:
     from radixpool.radix.media import MediaSpan
+
     from radixpool.radix.node import Node
 
 __all__ = ["Sequence"]
@@ -31,6 +32,7 @@ class Sequence:
         in_flight: handle of a sequence that computes the same prefix just now, if `in_flight="report"` asked for it.
         invalid_from: index of the first block of its table whose data was invalidated, None while all is well.
         released: whether it was released.
+
     """
 
     __slots__ = (

@@ -33,6 +33,7 @@ class CacheStats:
         evicted_blocks: blocks evicted.
         generation: number of flushes that started a new generation of content.
         tick: logical time.
+
     """
 
     num_blocks: int

@@ -33,6 +33,7 @@ def pack_tokens(tokens: TokensLike, *, name: str = "tokens") -> bytes:
 
     >>> pack_tokens([1, 2])
     b'\\x01\\x00\\x00\\x00\\x02\\x00\\x00\\x00'
+
     """
     if isinstance(tokens, bytes | bytearray | memoryview):
         packed = bytes(tokens)
@@ -49,7 +50,9 @@ def pack_tokens(tokens: TokensLike, *, name: str = "tokens") -> bytes:
         position = next(i for i, token in enumerate(tokens) if not 0 <= token <= MAX_TOKEN_ID)
         raise _out_of_range(name, position, tokens[position]) from None
     except TypeError:
-        raise TypeError(f"{name} must be packed uint32 bytes, an integer ndarray or a sequence of ints, not {_kind(tokens)}") from None
+        raise TypeError(
+            f"{name} must be packed uint32 bytes, an integer ndarray or a sequence of ints, not {_kind(tokens)}"
+        ) from None
 
 
 def _pack_array(tokens: npt.NDArray[np.integer], name: str) -> bytes:

@@ -32,6 +32,7 @@ def parse_policy(spec: str) -> tuple[type[EvictionPolicy], dict[str, int | float
 
     Raises:
         ValueError: unknown policy or parameter, or a value that does not fit; the message lists what there is.
+
     """
     name, _, rest = spec.partition(":")
     policies = available_policies()

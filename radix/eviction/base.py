@@ -43,6 +43,7 @@ class Run:
         last_use: logical time at which its last holder released it.
         priority: retention priority; lower goes first. The cache orders by it before it asks a policy.
         prev, next, data: the policy's own; None when the run is handed to `inserted` for the first time.
+
     """
 
     __slots__ = ("blocks", "data", "end", "key", "last_use", "next", "origin", "prev", "priority", "stride")

@@ -1,0 +1,33 @@
+"""Fixtures of the model tests: the oracle and the driver are plain modules beside this file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def _load(name: str) -> ModuleType:
+    full = f"radixpool_tests_model_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[full] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[full]
+
+
+@pytest.fixture
+def make_driver():
+    """Return a factory of drivers over a fresh cache and a fresh oracle."""
+    oracle, driver = _load("oracle"), _load("driver")
+    return lambda **options: driver.Driver(oracle.Oracle, oracle.Refused, **options)
+
+
+@pytest.fixture
+def random_walk():
+    """Return the seeded random walk."""
+    return _load("walk").random_walk

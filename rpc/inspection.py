@@ -90,6 +90,7 @@ class TreeView:
 
     nodes: tuple[TreeNode, ...]
     total_nodes: int
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def check_report_from_wire(message: admin_pb2.CheckInvariantsResponse) -> CheckR
 
 def tree_from_wire(message: admin_pb2.InspectTreeResponse) -> TreeView:
     """Return the nodes of a reply."""
-    return TreeView(tuple(map(_node_from_wire, message.nodes)), message.total_nodes)
+    return TreeView(tuple(map(_node_from_wire, message.nodes)), message.total_nodes, message.block_size)
 
 
 def _node_from_wire(node: admin_pb2.TreeNode) -> TreeNode:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import grpc
-from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -130,6 +129,7 @@ _BY_CODE: Final = {
     _Code.RESOURCE_EXHAUSTED.value[0]: rpc_errors.LimitExceeded,
 }
 """Statuses that gRPC itself makes carry no ErrorInfo."""
+_UNANSWERED: Final = (_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED)
 
 
 def row_of(error: Exception) -> WireError | None:
@@ -145,9 +145,9 @@ def status_from_error(error: Exception) -> status_pb2.Status:
     values = ((field, getattr(error, field)) for field in row.fields)
     status = _status(row.code, str(error), row.reason, {k: str(v) for k, v in values if v is not None})
     if isinstance(error, radix_errors.PoolExhausted) and not error.permanent:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(RETRY_AFTER_MS)
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(RETRY_AFTER_MS)
+        status.details.add().Pack(retry)
     return status
 
 
@@ -162,9 +162,11 @@ def error_from_status(status: status_pb2.Status) -> Exception:
     return _BY_CODE.get(status.code, radix_errors.RadixPoolError)(status.message)
 
 
-def error_from_rpc(error: grpc.RpcError) -> Exception:
-    """Return the domain error behind a failed call."""
-    status = rpc_status.from_call(error)
+def error_from_rpc(error: grpc.RpcError, *, address: str = "") -> Exception:
+    """Return the domain error behind a failed call to `address`."""
+    if address and error.code() in _UNANSWERED:
+        return rpc_errors.ManagerUnavailable(f"nobody answers at {address}: {error.details()}")
+    status = rpc_status.from_call(cast(grpc.Call, error))  # an RpcError of a call is the call
     if status is None:
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or error.code().name)
     return error_from_status(status)

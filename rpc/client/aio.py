@@ -36,6 +36,7 @@ class AsyncClient:
 
     def __init__(self, address: str, *, options: ClientOptions | None = None) -> None:
         self._options = options or ClientOptions()
+        self._address = address
         self._channel = open_async_channel(address)
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
@@ -60,7 +61,7 @@ class AsyncClient:
             with contextlib.suppress(grpc.RpcError):
                 request = cache_pb2.UnregisterClientRequest(header=self._identity.header())
                 await self._cache.UnregisterClient(request, timeout=self._options.timeout_s)
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def acquire(
         self,
@@ -127,7 +128,7 @@ class AsyncClient:
         try:
             return await method(request, timeout=self._options.timeout_s)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise error_from_rpc(error, address=self._address) from None
 
     async def _change(self, method: Callable[..., Any], request: Any) -> Any:
         await self._ensure_registered()

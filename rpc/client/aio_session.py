@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -15,6 +15,8 @@ from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.errors import ProtocolError
 from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import cache_pb2
+
+_END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 
 class AsyncSession:
@@ -53,8 +55,8 @@ class AsyncSession:
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
         except asyncio.InvalidStateError:
-            reply = grpc.aio.EOF
-        if reply is grpc.aio.EOF:
+            reply = _END
+        if reply is _END:
             raise await self._reason_of_end()
         assert isinstance(reply, cache_pb2.SessionResponse)
         return reply
@@ -64,6 +66,5 @@ class AsyncSession:
         if code is grpc.StatusCode.OK:
             return ProtocolError("the manager ended the session")
         trailers = await self._call.trailing_metadata()
-        return error_from_rpc(
-            grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details=await self._call.details())
-        )
+        details = await self._call.details()
+        return error_from_rpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details, None))

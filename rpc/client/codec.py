@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import operations as ops
@@ -126,7 +127,7 @@ def _block_table(message: cache_pb2.BlockTableResult) -> ops.SequenceView | Exce
     )
 
 
-_RESULT_DECODERS = {
+_RESULT_DECODERS: dict[str, Callable[[Any], ops.Result | Exception]] = {
     "acquire": acquired,
     "extend": extended,
     "commit": committed,

@@ -20,7 +20,8 @@ class SequenceState:
     """What a client knows of one sequence; kept in step with the manager by the results of its operations.
 
     handle: 16 bytes, a capability. cached_tokens: leading tokens that needed no computing when it was acquired.
-    num_tokens: its present length. committed_tokens: leading tokens whose KV is known to be written. block_table: int32, read-only.
+    num_tokens: its present length. committed_tokens: leading tokens whose KV is known to be written.
+    block_table: int32, read-only.
     """
 
     __slots__ = ("block_table", "cached_tokens", "committed_tokens", "handle", "num_tokens")

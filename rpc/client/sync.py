@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from radixpool.radix import Namespace
+from radixpool.radix import DEFAULT_NAMESPACE, Namespace
 from radixpool.rpc import inspection
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
@@ -22,7 +22,7 @@ from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.options import ClientOptions
 from radixpool.rpc.client.sequence import RemoteSequence
 from radixpool.rpc.client.session import Session
-from radixpool.rpc.convert import DEFAULT_NAMESPACE, namespace_to_wire, pool_from_wire, pool_spec_to_wire, pool_to_wire
+from radixpool.rpc.convert import namespace_to_wire, pool_from_wire, pool_spec_to_wire, pool_to_wire
 from radixpool.rpc.pool_types import Pool, PoolSpec
 from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, pool_pb2_grpc
@@ -40,6 +40,7 @@ class Client:
 
     def __init__(self, address: str, *, options: ClientOptions | None = None) -> None:
         self._options = options or ClientOptions()
+        self._address = address
         self._channel = open_channel(address)
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)
@@ -184,7 +185,7 @@ class Client:
         try:
             return method(request, timeout=self._options.timeout_s)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise error_from_rpc(error, address=self._address) from None
 
     def _change(self, method: Callable[..., Reply], request: Any) -> Reply:
         self._ensure_registered()

@@ -67,4 +67,4 @@ class WorkerClient:
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
         finally:
-            call.cancel()
+            call.cancel()  # type: ignore[no-untyped-call]

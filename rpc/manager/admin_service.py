@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import os
 import time
 
 import grpc
@@ -16,10 +18,10 @@ from radixpool.rpc.manager.engine import Engine
 from radixpool.rpc.manager.handles import Held
 from radixpool.rpc.manager.operations import checked_namespace
 from radixpool.v1 import admin_pb2 as pb
-from radixpool.v1 import admin_pb2_grpc, common_pb2
+from radixpool.v1 import admin_pb2_grpc, cache_pb2, common_pb2
 
 _CACHE_FIELDS = tuple(field.name for field in pb.CacheStats.DESCRIPTOR.fields)
-_SALT_SHOWN_AS = "(hidden)"
+_SALT_HASH_BYTES = 4
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -27,6 +29,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._salt_key = os.urandom(hashlib.blake2b.MAX_KEY_SIZE)
 
     def GetStats(self, request: pb.GetStatsRequest, context: grpc.ServicerContext) -> pb.GetStatsResponse:
         engine = self._engine
@@ -63,7 +66,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         with self._engine.lock:
             nodes = list(itertools.islice(self._engine.cache.nodes(namespace), count))
             total = self._engine.cache.stats().num_nodes
-        reply = pb.InspectTreeResponse(nodes=map(_tree_node, nodes), total_nodes=total)
+        reply = pb.InspectTreeResponse(
+            nodes=map(self._tree_node, nodes), total_nodes=total, block_size=self._engine.options.block_size
+        )
         self._engine.stamp(reply.header)
         return reply
 
@@ -79,9 +84,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 state=STATE_TO_WIRE[block.state],
                 findable=block.findable,
                 block_index=block.position,
-                namespace=None if block.namespace is None else _shown_namespace(block.namespace),
+                namespace=None if block.namespace is None else self._shown_namespace(block.namespace),
                 last_use=block.last_use,
-                holders=map(_sequence_info, holders),
+                holders=map(self._sequence_info, holders),
             )
             self._engine.stamp(reply.header)
         return reply
@@ -95,11 +100,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             reply = pb.InspectSequenceResponse(total_sequences=len(handles))
             match request.WhichOneof("sequence"):
                 case "handle":
-                    reply.sequences.append(_sequence_details(handles.get(request.handle)))
+                    reply.sequences.append(self._sequence_details(handles.get(request.handle)))
                 case "sequence_id":
-                    reply.sequences.append(_sequence_details(handles.get_by_id(request.sequence_id)))
+                    reply.sequences.append(self._sequence_details(handles.get_by_id(request.sequence_id)))
                 case _:
-                    reply.sequences.extend(map(_sequence_info, itertools.islice(handles, count)))
+                    reply.sequences.extend(map(self._sequence_info, itertools.islice(handles, count)))
             self._engine.stamp(reply.header)
         return reply
 
@@ -109,7 +114,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             clients = [
                 pb.ClientInfo(
                     name=lease.name,
-                    role=lease.role,
+                    role=cache_pb2.ClientRole.ValueType(lease.role),
                     epoch=lease.epoch,
                     num_sequences=len(lease.handles),
                     lease_remaining_ms=leases.remaining_ms(lease),
@@ -120,48 +125,46 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._engine.stamp(reply.header)
         return reply
 
+    def _tree_node(self, node: NodeInfo) -> pb.TreeNode:
+        return pb.TreeNode(
+            level=node.level,
+            start_block=node.start,
+            block_ids=block_ids_to_wire(node.blocks),
+            holders=node.ref_count,
+            num_children=node.num_children,
+            state=STATE_TO_WIRE[node.state],
+            last_use=node.last_use,
+            pinned=node.pinned,
+            namespace=self._shown_namespace(node.namespace) if node.level == 0 else None,
+        )
+
+    def _sequence_info(self, held: Held) -> pb.SequenceInfo:
+        sequence = held.sequence
+        return pb.SequenceInfo(
+            sequence_id=sequence.handle,
+            client_name=held.lease.name,
+            num_tokens=sequence.num_tokens,
+            cached_tokens=sequence.cached_tokens,
+            committed_tokens=sequence.committed_tokens,
+            num_blocks=sequence.num_blocks,
+            namespace=self._shown_namespace(sequence.namespace),
+        )
+
+    def _sequence_details(self, held: Held) -> pb.SequenceInfo:
+        info = self._sequence_info(held)
+        info.block_table = held.sequence.packed_block_table
+        return info
+
+    def _shown_namespace(self, namespace: Namespace) -> common_pb2.Namespace:
+        """Show a salt as a hash under a key of this life: two salts can be told apart, none can be guessed."""
+        message = namespace_to_wire(namespace)
+        if message.cache_salt:
+            digest = hashlib.blake2b(message.cache_salt.encode(), key=self._salt_key, digest_size=_SALT_HASH_BYTES)
+            message.cache_salt = f"hash:{digest.hexdigest()}"
+        return message
+
 
 def _bounded(field: str, value: int) -> int:
     if value > limits.MAX_INSPECTED:
         raise ValueError(f"{field} must be at most {limits.MAX_INSPECTED}, got {value}")
     return value or limits.DEFAULT_INSPECTED
-
-
-def _tree_node(node: NodeInfo) -> pb.TreeNode:
-    return pb.TreeNode(
-        level=node.level,
-        start_block=node.start,
-        block_ids=block_ids_to_wire(node.blocks),
-        holders=node.ref_count,
-        num_children=node.num_children,
-        state=STATE_TO_WIRE[node.state],
-        last_use=node.last_use,
-        pinned=node.pinned,
-        namespace=_shown_namespace(node.namespace) if node.level == 0 else None,
-    )
-
-
-def _sequence_info(held: Held) -> pb.SequenceInfo:
-    sequence = held.sequence
-    return pb.SequenceInfo(
-        sequence_id=sequence.handle,
-        client_name=held.lease.name,
-        num_tokens=sequence.num_tokens,
-        cached_tokens=sequence.cached_tokens,
-        committed_tokens=sequence.committed_tokens,
-        num_blocks=sequence.num_blocks,
-        namespace=_shown_namespace(sequence.namespace),
-    )
-
-
-def _sequence_details(held: Held) -> pb.SequenceInfo:
-    info = _sequence_info(held)
-    info.block_table = held.sequence.packed_block_table
-    return info
-
-
-def _shown_namespace(namespace: Namespace) -> common_pb2.Namespace:
-    message = namespace_to_wire(namespace)
-    if message.cache_salt:
-        message.cache_salt = _SALT_SHOWN_AS
-    return message

@@ -6,28 +6,29 @@ The wrapped handler of each method is made once and kept, so a call costs one di
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import grpc
 from grpc_status import rpc_status
 
+from radixpool.rpc.interception import Behavior, Continuation, Handler, behavior_of, with_behavior
 from radixpool.rpc.status import row_of, status_from_error
 
 _LOG = logging.getLogger(__name__)
 
 
-class ErrorInterceptor(grpc.ServerInterceptor):
+class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Answers an error raised by a handler with its row of the error table; anything else is logged as a bug."""
 
     def __init__(self) -> None:
-        self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
+        self._wrapped: dict[str, Handler] = {}
 
     def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
+        continuation: Continuation,
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
+    ) -> Handler | None:
         """Return the wrapped handler of the called method, None when there is no such method."""
         method = handler_call_details.method
         wrapped = self._wrapped.get(method)
@@ -39,32 +40,25 @@ class ErrorInterceptor(grpc.ServerInterceptor):
         return wrapped
 
 
-def _wrap(handler: Any) -> grpc.RpcMethodHandler:
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+def _wrap(handler: Handler) -> Handler:
     guard = _guard_stream if handler.response_streaming else _guard_unary
-    return make(guard(behaviour), handler.request_deserializer, handler.response_serializer)
+    return with_behavior(handler, guard(behavior_of(handler)))
 
 
-def _guard_unary(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_unary(behavior: Behavior) -> Behavior:
     def call(request: Any, context: grpc.ServicerContext) -> Any:
         try:
-            return behaviour(request, context)
+            return behavior(request, context)
         except Exception as error:
             abort(context, error)
 
     return call
 
 
-def _guard_stream(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_stream(behavior: Behavior) -> Behavior:
     def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         try:
-            yield from behaviour(request, context)
+            yield from behavior(request, context)
         except Exception as error:
             abort(context, error)
 

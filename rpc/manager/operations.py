@@ -103,8 +103,8 @@ class Operations:
     def _commit(self, _lease: Lease, request: cache_pb2.CommitRequest, reply: cache_pb2.CommitResponse) -> None:
         committed = self._cache.commit(self._handles.get(request.handle).sequence, request.upto_tokens)
         reply.committed_tokens = committed.committed_tokens
-        for index, old_block, new_block in committed.remaps:
-            reply.remaps.add(block_index=index, from_block=old_block, to_block=new_block)
+        for remap in committed.remaps:
+            reply.remaps.add(block_index=remap.index, from_block=remap.old_block, to_block=remap.new_block)
 
     def _release(self, _lease: Lease, request: cache_pb2.ReleaseRequest, _reply: cache_pb2.ReleaseResponse) -> None:
         held = self._handles.get(request.handle)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -55,7 +55,7 @@ class ManagerServer:
         self,
         options: ManagerOptions,
         *,
-        interceptors: Sequence[grpc.ServerInterceptor] = (),
+        interceptors: Sequence[grpc.ServerInterceptor[Any, Any]] = (),
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         self.engine = Engine(options)
@@ -65,7 +65,7 @@ class ManagerServer:
         self._threads = ThreadPoolExecutor(limits.UNARY_THREADS + limits.MAX_SESSIONS, thread_name_prefix="rpc")
         self._server = grpc.server(
             self._threads,
-            interceptors=(*interceptors, ErrorInterceptor()),
+            interceptors=[*interceptors, ErrorInterceptor()],
             options=_SERVER_OPTIONS,
             maximum_concurrent_rpcs=limits.MAX_CONCURRENT_RPCS,
         )

@@ -299,7 +299,7 @@ class TreeNode(_message.Message):
     pinned: _builtins.bool
     @_builtins.property
     def namespace(self) -> _common_pb2.Namespace:
-        """namespace is set on nodes of level 0; salts are never shown."""
+        """namespace is set on nodes of level 0; salts are shown as a keyed hash."""
 
     def __init__(
         self,
@@ -329,8 +329,11 @@ class InspectTreeResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     TOTAL_NODES_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     total_nodes: _builtins.int
-    """total_nodes is how many nodes the tree has; more than nodes when the answer was limited."""
+    """total_nodes is how many nodes all trees have; more than nodes when the answer was limited."""
+    block_size: _builtins.int
+    """block_size is in tokens."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     @_builtins.property
@@ -341,10 +344,11 @@ class InspectTreeResponse(_message.Message):
         header: _common_pb2.ResponseHeader | None = ...,
         nodes: _abc.Iterable[Global___TreeNode] | None = ...,
         total_nodes: _builtins.int = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "nodes", b"nodes", "total_nodes", b"total_nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "header", b"header", "nodes", b"nodes", "total_nodes", b"total_nodes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -393,7 +397,7 @@ class InspectBlockResponse(_message.Message):
     def header(self) -> _common_pb2.ResponseHeader: ...
     @_builtins.property
     def namespace(self) -> _common_pb2.Namespace:
-        """namespace is set unless the block is free; salts are never shown."""
+        """namespace is set unless the block is free; salts are shown as a keyed hash."""
 
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceInfo]:

@@ -1,0 +1,41 @@
+"""The command line: `radixpool NOUN`. One module per noun; results on stdout, errors on stderr."""
+
+from __future__ import annotations
+
+import click
+
+from radixpool._version import __version__
+from radixpool.rpc.cli.lazy import LazyCommand, LazyGroup
+
+_COMMANDS = {
+    "serve": LazyCommand("radixpool.rpc.cli.serve:serve", "Start a manager: the owner of one pool's metadata."),
+    "pool": LazyCommand("radixpool.rpc.pool.cli:command", "Allocate and hold the physical pool of KV blocks."),
+    "worker": LazyCommand("radixpool.rpc.worker.cli:command", "Run a language model over the pool."),
+    "demo": LazyCommand("radixpool.rpc.demo.cli:command", "Start everything and replay chats that share prefixes."),
+    "stats": LazyCommand("radixpool.rpc.cli.stats:stats", "Show block states, hit ratio and counters."),
+    "inspect": LazyCommand("radixpool.rpc.cli.inspect:inspect", "Look at the tree, one block, sequences or clients."),
+    "check": LazyCommand("radixpool.rpc.cli.check:check", "Prove the invariants of a running manager."),
+    "bench": LazyCommand("radixpool.rpc.bench.cli:command", "Measure eviction policies on traces."),
+}
+
+
+@click.group(cls=LazyGroup, lazy_commands=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="radixpool")
+def main() -> None:
+    """Share KV-cache prefixes between LLM requests, workers and restarts.
+
+    A manager owns the metadata of one physical pool of KV blocks. A pool holder allocates the pool, workers map it and
+    run a model over it, frontends acquire sequences and see at once how much of a prompt is already computed.
+
+    \b
+    Try it in three terminals:
+      radixpool serve --listen 127.0.0.1:7300 --num-blocks 4096
+      radixpool stats --address 127.0.0.1:7300
+      radixpool inspect tree --address 127.0.0.1:7300
+    or all at once, with a real model:
+      radixpool demo
+
+    \b
+    Exit codes: 0 success; 1 the service refused, or a check found a violation; 2 wrong usage or a value out of
+    range; 3 nobody answers at the address; 4 the address is taken or cannot be listened on.
+    """

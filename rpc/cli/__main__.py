@@ -1,0 +1,5 @@
+"""`python -m radixpool.rpc.cli` is `radixpool`."""
+
+from radixpool.rpc.cli import main
+
+main(prog_name="radixpool")

@@ -108,7 +108,7 @@ def test_five_thousand_runs_deep_needs_no_recursion() -> None:
     cache.check()
     assert cache.match([0] * depth).tokens == depth
     assert sum(1 for _ in cache.nodes()) == cache.stats().num_nodes == 2 * depth - 1
-    assert cache.evict(3 * depth).num_blocks == 3 * depth
+    assert cache.evict(3 * depth).num_blocks == 2 * depth
     cache.check()
     assert cache.stats().num_nodes == 0
 

@@ -1,0 +1,109 @@
+"""The pool holder process: allocate what the manager manages, announce it, and keep it announced until stopped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from radixpool.rpc.client import Client, ClientOptions, ClientRole
+from radixpool.rpc.errors import Fenced, ManagerUnavailable, PoolMismatch
+from radixpool.rpc.pool.holder import PoolHolder
+from radixpool.rpc.pool_types import PoolSpec
+
+log = logging.getLogger(__name__)
+
+_CHECK_INTERVAL_S = 1.0
+_CONNECT_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HolderOptions:
+    """How a holder behaves.
+
+    manager: address of the manager, which decides `num_blocks` and `block_size`.
+    name: shown to operators.
+    socket_address: where the memory is handed out; None chooses an abstract socket.
+    connect_timeout_s: how long the manager may be out of reach at the start.
+    """
+
+    manager: str
+    name: str = "pool"
+    socket_address: str | None = None
+    connect_timeout_s: float = 30.0
+
+
+class HolderProcess:
+    """Hold one pool and keep it registered, through restarts of the manager, until `stop` is set.
+
+    `make_spec(num_blocks, block_size)` says what to allocate.
+    """
+
+    def __init__(
+        self, options: HolderOptions, make_spec: Callable[[int, int], PoolSpec], *, stop: threading.Event
+    ) -> None:
+        self._options = options
+        self._make_spec = make_spec
+        self._stop = stop
+
+    def run(self, on_ready: Callable[[PoolHolder], None]) -> None:
+        """Allocate, register, call `on_ready` once, and stay.
+
+        Raises `ManagerUnavailable` (at the start only), `PoolMemoryError`, or `PoolMismatch` when a manager of other
+        sizes has taken the place of the first.
+        """
+        client = self._connect()
+        try:
+            info = client.info()
+            spec = self._make_spec(info.num_blocks, info.block_size)
+            with PoolHolder(spec, socket_address=self._options.socket_address) as holder:
+                client.register_pool(holder.describe())
+                on_ready(holder)
+                while not self._stop.wait(_CHECK_INTERVAL_S):
+                    client = self._keep_registered(client, holder)
+        finally:
+            client.close()
+
+    def _connect(self) -> Client:
+        """Wait for the manager and return a client of it."""
+        attempts = int(self._options.connect_timeout_s / _CONNECT_INTERVAL_S)
+        client = self._new_client()
+        for attempt in range(attempts + 1):
+            try:
+                client.info()
+            except ManagerUnavailable:
+                if attempt == attempts or self._stop.wait(_CONNECT_INTERVAL_S):
+                    client.close()
+                    raise
+            else:
+                break
+        return client
+
+    def _keep_registered(self, client: Client, holder: PoolHolder) -> Client:
+        """Register again where the manager has forgotten the pool; return the client to go on with."""
+        pool = holder.describe()
+        try:
+            registered = client.get_pool()
+            if registered is not None and registered.pool_id == pool.pool_id:
+                return client
+            if registered is not None:
+                raise PoolMismatch("pool_id: the manager has the pool of another holder now")
+            info = client.info()
+            if (info.num_blocks, info.block_size) != (pool.spec.num_blocks, pool.spec.block_size):
+                raise PoolMismatch(
+                    f"the manager has num_blocks {info.num_blocks} and block_size {info.block_size} now, "
+                    f"the pool was made for {pool.spec.num_blocks} and {pool.spec.block_size}"
+                )
+            client.close()
+            client = self._new_client()
+            client.register_pool(pool)
+            log.info("registered the pool again")
+        except (ManagerUnavailable, Fenced) as error:
+            log.debug("the pool is not registered: %s", error)
+        return client
+
+    def _new_client(self) -> Client:
+        return Client(
+            self._options.manager, options=ClientOptions(name=self._options.name, role=ClientRole.POOL_HOLDER)
+        )

@@ -1,0 +1,109 @@
+"""What the engine needs from a cache: operations in, one result or error each, in order.
+
+A manager's session (`radixpool.rpc.client.Session.batch`) is one; `LocalPort` drives a `RadixCache` of this process, for
+tests and for embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from radixpool.radix import RadixCache
+from radixpool.radix import Sequence as CacheSequence
+from radixpool.radix.errors import RadixPoolError, UnknownSequence
+from radixpool.rpc.operations import (
+    Acquire,
+    Acquired,
+    BlockTables,
+    Commit,
+    Committed,
+    Extend,
+    Extended,
+    GetBlockTables,
+    Match,
+    Matched,
+    Operation,
+    Release,
+    Released,
+    Remap,
+    Reserve,
+    Reserved,
+    Result,
+    SequenceView,
+)
+
+
+class CachePort(Protocol):
+    """Run cache operations for the engine, which is the only caller and calls from one thread."""
+
+    def batch(self, operations: Sequence[Operation], /) -> Sequence[Result | Exception]:
+        """Run `operations` in order, each by itself: a failed one yields its error and stops none of the others.
+
+        Raises `CacheLost`, and nothing else, when the cache as a whole is out of reach: every handle is void then.
+        """
+        ...
+
+
+class CacheLost(Exception):
+    """The manager is gone, or has ended this client's lease. Not an operating error of one request."""
+
+
+class LocalPort:
+    """A `CachePort` over a `RadixCache` that this thread owns."""
+
+    def __init__(self, cache: RadixCache) -> None:
+        self._cache = cache
+        self._sequences: dict[bytes, CacheSequence] = {}
+
+    def batch(self, operations: Sequence[Operation], /) -> list[Result | Exception]:
+        """Run `operations` in order; see `CachePort`."""
+        return [self._run_one(operation) for operation in operations]
+
+    def _run_one(self, operation: Operation) -> Result | Exception:
+        try:
+            return self._apply(operation)
+        except (RadixPoolError, ValueError, TypeError) as error:
+            return error
+
+    def _apply(self, operation: Operation) -> Result:
+        match operation:
+            case Acquire(tokens, namespace, reserve, max_hit):
+                sequence = self._cache.acquire(tokens, namespace=namespace, reserve=reserve, max_hit=max_hit)
+                handle = sequence.handle.to_bytes(16, "little")
+                self._sequences[handle] = sequence
+                return Acquired(handle, sequence.cached_tokens, sequence.block_table)
+            case Extend(handle, tokens):
+                sequence = self._sequence(handle)
+                before = len(sequence.block_table)
+                self._cache.extend(sequence, tokens)
+                return Extended(sequence.num_tokens, sequence.block_table[before:])
+            case Reserve(handle, num_tokens):
+                sequence = self._sequence(handle)
+                before = len(sequence.block_table)
+                self._cache.reserve(sequence, num_tokens)
+                return Reserved(sequence.block_table[before:])
+            case Commit(handle, upto):
+                done = self._cache.commit(self._sequence(handle), upto)
+                return Committed(done.committed_tokens, tuple(Remap(*remap) for remap in done.remaps))
+            case Release(handle):
+                self._cache.release(self._sequence(handle))
+                del self._sequences[handle]
+                return Released()
+            case Match(tokens, namespace):
+                return Matched(self._cache.match(tokens, namespace=namespace).tokens)
+            case GetBlockTables(handles):
+                return BlockTables(tuple(self._view(handle) for handle in handles))
+
+    def _sequence(self, handle: bytes) -> CacheSequence:
+        if handle not in self._sequences:
+            raise UnknownSequence(handle)
+        return self._sequences[handle]
+
+    def _view(self, handle: bytes) -> SequenceView | Exception:
+        sequence = self._sequences.get(handle)
+        if sequence is None:
+            return UnknownSequence(handle)
+        return SequenceView(
+            handle, sequence.tokens, sequence.block_table, sequence.cached_tokens, sequence.committed_tokens
+        )

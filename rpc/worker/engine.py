@@ -1,0 +1,417 @@
+"""Continuous batching over a prefix cache: admit, compute what is not cached, commit, extend, stream.
+
+One thread calls `step`; `submit` and `cancel` may be called from any. Each step is one forward pass over a ragged batch
+of decode rows and prompt chunks, then one round trip to the cache. KV is reported as written only after the pass that
+wrote it, so nobody can ever find a block whose content does not exist.
+
+When the pool is exhausted requests wait in order of arrival. A running one that cannot grow makes the youngest request
+that the engine owns start over later (recompute preemption, as in vLLM's scheduler); a preempted request holds nothing
+while it waits, so engines that share a pool cannot block each other for good.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixpool.radix.errors import PoolExhausted, QuotaExceeded, RadixPoolError
+from radixpool.rpc import operations as ops
+from radixpool.rpc.errors import LimitExceeded
+from radixpool.rpc.generation import FinishReason, GenerateFinished, GenerateStarted, GenerateTokens
+from radixpool.rpc.worker.batching import build_batch
+from radixpool.rpc.worker.cache_port import CachePort
+from radixpool.rpc.worker.limits import EngineLimits, check_prompt, check_sampling
+from radixpool.rpc.worker.requests import GenerateCall, HandleSource, PromptSource, RunningSequence, common_prefix
+from radixpool.rpc.worker.scheduler import Chunk, plan_chunks
+from radixpool.rpc.worker.step import OutOfMemory, Runner
+
+log = logging.getLogger(__name__)
+
+_REFUSALS = (PoolExhausted, QuotaExceeded)
+
+
+class InternalError(RadixPoolError):
+    """The worker failed in a way that is a bug of ours; its log has the trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Counters since the start, and what is on the way now."""
+
+    running_sequences: int
+    waiting_sequences: int
+    completed_steps: int
+    computed_tokens: int
+    reused_tokens: int
+    preemptions: int
+
+
+class Engine:
+    """Run requests over one model and one cache.
+
+    Any thread: submit, cancel, status, wait_for_work. The owning thread: step, interrupt, fail_all, check.
+    """
+
+    def __init__(
+        self, port: CachePort, runner: Runner, *, limits: EngineLimits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._port = port
+        self._runner = runner
+        self._limits = limits
+        self._clock = clock
+        self._token_budget = limits.token_budget
+        self._lock = threading.Condition()
+        self._inbox: deque[GenerateCall] = deque()
+        self._cancelled: set[GenerateCall] = set()
+        self._waiting: list[GenerateCall] = []
+        self._running: list[RunningSequence] = []
+        self._num_submitted = 0
+        self._retry_at = 0.0
+        self._completed_steps = 0
+        self._computed_tokens = 0
+        self._reused_tokens = 0
+        self._preemptions = 0
+
+    # Any thread.
+
+    def submit(self, call: GenerateCall) -> None:
+        """Queue a request. Raises ValueError for one that can never run, `LimitExceeded` when too many wait."""
+        check_sampling(call.sampling, self._limits)
+        if isinstance(call.source, PromptSource):
+            check_prompt(call.source.tokens, call.sampling, self._limits)
+        with self._lock:
+            if len(self._waiting) + len(self._inbox) >= self._limits.max_waiting:
+                raise LimitExceeded(f"waiting requests: at most {self._limits.max_waiting}; try again later")
+            call.arrival = self._num_submitted
+            self._num_submitted += 1
+            self._inbox.append(call)
+            self._lock.notify()
+
+    def cancel(self, call: GenerateCall) -> None:
+        """Stop a request before the next step; it gets no more events. Harmless when it has ended."""
+        with self._lock:
+            self._cancelled.add(call)
+            self._lock.notify()
+
+    def status(self) -> EngineStatus:
+        """Return the counters. O(1)."""
+        return EngineStatus(
+            running_sequences=len(self._running),
+            waiting_sequences=len(self._waiting) + len(self._inbox),
+            completed_steps=self._completed_steps,
+            computed_tokens=self._computed_tokens,
+            reused_tokens=self._reused_tokens,
+            preemptions=self._preemptions,
+        )
+
+    def wait_for_work(self, timeout_s: float) -> None:
+        """Return when a request or a cancellation has come, or after `timeout_s`."""
+        with self._lock:
+            if not (self._inbox or self._cancelled):
+                self._lock.wait(timeout_s)
+
+    # The owning thread.
+
+    def step(self) -> bool:
+        """Take in what came, run one forward pass, report it to the cache; False when there was nothing to compute.
+
+        Raises `CacheLost`, and nothing else, when the cache is out of reach; call `interrupt` then.
+        """
+        self._take_in()
+        self._feed_starved()
+        self._admit()
+        pending = [sequence.pending() for sequence in self._running]
+        chunks = plan_chunks(pending, token_budget=self._token_budget, block_size=self._limits.block_size)
+        if not chunks:
+            self._fail_stalled()
+            return False
+        tokens = self._forward(chunks)
+        if tokens is not None:
+            self._advance(chunks, tokens)
+        return True
+
+    def interrupt(self, error: Exception) -> None:
+        """Void every handle without a word to the cache, which is lost. Owned requests start over where they were once
+        there is a cache again; callers' own sequences end with `error`."""
+        for sequence in self._running:
+            if sequence.owned:
+                self._requeue(sequence)
+            else:
+                sequence.call.events.put(error)
+        self._running.clear()
+        self._retry_at = 0.0
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request with `error`, without a word to the cache."""
+        with self._lock:
+            calls = [sequence.call for sequence in self._running] + self._waiting + list(self._inbox)
+            self._inbox.clear()
+        self._running.clear()
+        self._waiting.clear()
+        for call in calls:
+            call.events.put(error)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every invariant holds. O(sequences * blocks)."""
+        assert len(self._running) <= self._limits.max_running
+        assert len({sequence.handle for sequence in self._running}) == len(self._running)
+        calls = [sequence.call for sequence in self._running] + self._waiting
+        assert len(set(calls)) == len(calls)
+        assert self._waiting == sorted(self._waiting, key=lambda call: call.arrival)
+        for sequence in self._running:
+            sequence.check(self._limits.block_size)
+
+    # Coming and going.
+
+    def _take_in(self) -> None:
+        with self._lock:
+            self._waiting.extend(self._inbox)
+            self._inbox.clear()
+            cancelled, self._cancelled = self._cancelled, set()
+        if cancelled:
+            self._waiting = [call for call in self._waiting if call not in cancelled]
+            self._drop([sequence for sequence in self._running if sequence.call in cancelled])
+
+    def _admit(self) -> None:
+        """Admit waiting requests in order until one is refused for want of blocks; running ones come first."""
+        starving = any(sequence.starved_since is not None for sequence in self._running)
+        if starving or self._clock() < self._retry_at:
+            return
+        for call in list(self._waiting):
+            if len(self._running) >= self._limits.max_running:
+                return
+            if self._shares_with_prefill(call):
+                continue
+            try:
+                sequence = self._open(call)
+            except _REFUSALS:
+                self._retry_at = self._clock() + self._limits.retry_interval_s
+                return
+            except (RadixPoolError, ValueError, TypeError) as error:
+                self._waiting.remove(call)
+                call.events.put(error)
+                continue
+            self._waiting.remove(call)
+            self._running.append(sequence)
+            if call.resumed is None:
+                self._reused_tokens += sequence.cached_tokens
+                call.events.put(GenerateStarted(sequence.num_prompt, sequence.cached_tokens))
+
+    def _shares_with_prefill(self, call: GenerateCall) -> bool:
+        """Whether a running prompt is about to compute a prefix of this one: waiting for it beats doing it twice."""
+        source = call.source
+        if isinstance(source, HandleSource):
+            return False
+        for other in self._running:
+            if not other.prefilling or not isinstance(other.call.source, PromptSource):
+                continue
+            if other.call.source.namespace == source.namespace:
+                shared = min(common_prefix(source.tokens, other.call.source.tokens), len(source.tokens) - 1)
+                if shared - shared % self._limits.block_size > other.computed:
+                    return True
+        return False
+
+    def _open(self, call: GenerateCall) -> RunningSequence:
+        if isinstance(call.source, PromptSource):
+            return self._acquire(call, call.source)
+        return self._borrow(call, call.source)
+
+    def _acquire(self, call: GenerateCall, source: PromptSource) -> RunningSequence:
+        former = call.resumed
+        tokens = former.tokens if former else source.tokens.tolist()
+        num_prompt = len(source.tokens)
+        remaining = call.sampling.max_new_tokens - (len(tokens) - num_prompt)
+        reserve = min(self._limits.reserve_tokens, remaining)
+        acquired = self._one(ops.Acquire(np.asarray(tokens, np.uint32), source.namespace, reserve))
+        assert isinstance(acquired, ops.Acquired)
+        return RunningSequence(
+            call=call,
+            handle=acquired.handle,
+            tokens=tokens,
+            block_table=acquired.block_table.copy(),
+            sampler=former.sampler if former else self._runner.sampler(call.sampling),
+            num_prompt=num_prompt,
+            cached_tokens=former.cached_tokens if former else acquired.cached_tokens,
+            computed=acquired.cached_tokens,
+            findable=acquired.cached_tokens,
+            registered=len(tokens),
+        )
+
+    def _borrow(self, call: GenerateCall, source: HandleSource) -> RunningSequence:
+        if any(sequence.handle == source.handle for sequence in self._running):
+            raise ValueError("handle: the sequence is being generated from already")
+        tables = self._one(ops.GetBlockTables((source.handle,)))
+        assert isinstance(tables, ops.BlockTables)
+        view = tables.sequences[0]
+        if isinstance(view, Exception):
+            raise view
+        check_prompt(view.tokens, call.sampling, self._limits)
+        num_tokens = len(view.tokens)
+        written = max(view.cached_tokens, view.committed_tokens)
+        return RunningSequence(
+            call=call,
+            handle=source.handle,
+            tokens=view.tokens.tolist(),
+            block_table=view.block_table.copy(),
+            sampler=self._runner.sampler(call.sampling),
+            num_prompt=num_tokens,
+            cached_tokens=view.cached_tokens,
+            computed=min(written, num_tokens - 1),  # the last token's logits are needed in any case
+            findable=written - written % self._limits.block_size,
+            registered=num_tokens,
+        )
+
+    def _drop(self, sequences: Sequence[RunningSequence]) -> None:
+        """Forget running sequences; those that the engine owns are released, what they committed stays cached."""
+        for sequence in sequences:
+            self._running.remove(sequence)
+        owned = [ops.Release(sequence.handle) for sequence in sequences if sequence.owned]
+        if owned:
+            self._port.batch(owned)  # a handle that is unknown by now is released just as well
+            self._retry_at = 0.0
+
+    # When the pool is short.
+
+    def _feed_starved(self) -> None:
+        """Ask once more for the blocks that growing sequences lack, and make room if there are still none."""
+        starved = [sequence for sequence in self._running if sequence.starved_since is not None]
+        if not starved:
+            return
+        self._apply([(sequence, operation) for sequence in starved for operation in self._report(sequence)])
+        for sequence in starved:
+            self._settle(sequence)
+        if any(sequence.starved_since is not None for sequence in self._running):
+            self._preempt_youngest()
+
+    def _preempt_youngest(self) -> None:
+        owned = [sequence for sequence in self._running if sequence.owned]
+        if not owned:
+            return
+        victim = max(owned, key=lambda sequence: sequence.call.arrival)
+        self._preemptions += 1
+        self._drop([victim])
+        self._requeue(victim)
+
+    def _requeue(self, sequence: RunningSequence) -> None:
+        """Let an owned request wait at its place in the order of arrival, with what it has generated so far."""
+        sequence.call.resumed = sequence
+        self._waiting.append(sequence.call)
+        self._waiting.sort(key=lambda call: call.arrival)
+
+    def _fail_stalled(self) -> None:
+        """Nothing can run: give up callers' own sequences that have waited for a block too long."""
+        now = self._clock()
+        for sequence in list(self._running):
+            since = sequence.starved_since
+            if since is not None and now - since >= self._limits.stall_timeout_s:
+                waited = f"no block was free for {self._limits.stall_timeout_s:g} s"
+                self._end(sequence, LimitExceeded(f"pool exhausted: {waited} (num_blocks {self._limits.num_blocks})"))
+
+    # One step.
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Sequence[int] | None:
+        """Run the pass; None when it failed and the step has to be planned anew."""
+        batch = build_batch(self._running, chunks, block_size=self._limits.block_size)
+        try:
+            tokens = self._runner.forward(batch)
+        except OutOfMemory as error:
+            self._shrink(chunks, error)
+            return None
+        except Exception:
+            log.exception("a forward pass of %d tokens failed", batch.num_tokens)
+            for sequence in [self._running[chunk.index] for chunk in chunks]:
+                self._end(sequence, InternalError("the forward pass failed; see the worker's log"))
+            return None
+        self._completed_steps += 1
+        self._computed_tokens += batch.num_tokens
+        self._token_budget = min(self._limits.token_budget, self._token_budget + self._limits.block_size)
+        return tokens
+
+    def _shrink(self, chunks: Sequence[Chunk], error: OutOfMemory) -> None:
+        """Halve the budget; when a single token is too much already, its request fails."""
+        batch_tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        log.warning("out of memory with %d tokens in a step: %s", batch_tokens, error)
+        if batch_tokens == 1:
+            self._end(self._running[chunks[0].index], error)
+        self._token_budget = max(1, batch_tokens // 2)
+
+    def _advance(self, chunks: Sequence[Chunk], tokens: Sequence[int]) -> None:
+        """Take over what a pass computed: append the sampled tokens, commit, extend, release what is finished."""
+        sampled = iter(tokens)
+        computed = [self._running[chunk.index] for chunk in chunks]
+        reports: list[tuple[RunningSequence, ops.Operation]] = []
+        for sequence, chunk in zip(computed, chunks, strict=True):
+            sequence.computed = chunk.end
+            if chunk.end == len(sequence.tokens):
+                self._append_token(sequence, next(sampled))
+            reports.extend((sequence, operation) for operation in self._report(sequence))
+        self._apply(reports)
+        for sequence in computed:
+            self._settle(sequence)
+
+    def _append_token(self, sequence: RunningSequence, token: int) -> None:
+        sequence.tokens.append(token)
+        sampling = sequence.call.sampling
+        ends = token in self._limits.eos_token_ids and not sampling.ignore_eos
+        if ends or token in sampling.stop_token_ids:
+            sequence.finish_reason = FinishReason.STOP
+        elif sequence.num_output == sampling.max_new_tokens:
+            sequence.finish_reason = FinishReason.LENGTH
+        sequence.call.events.put(GenerateTokens((token,)))
+
+    def _report(self, sequence: RunningSequence) -> Iterator[ops.Operation]:
+        """Yield what the cache has to be told. The last token of an owned sequence is never computed, so never known."""
+        if sequence.computed - sequence.computed % self._limits.block_size > sequence.findable:
+            yield ops.Commit(sequence.handle, sequence.computed)
+        if sequence.finish_reason is not None and sequence.owned:
+            yield ops.Release(sequence.handle)
+        elif len(sequence.tokens) > sequence.registered:
+            yield ops.Extend(sequence.handle, sequence.tokens[sequence.registered :])
+
+    def _apply(self, reports: Sequence[tuple[RunningSequence, ops.Operation]]) -> None:
+        """Tell the cache, in one round trip, and take over what it answers."""
+        if not reports:
+            return
+        results = self._port.batch([operation for _, operation in reports])
+        for (sequence, _), result in zip(reports, results, strict=True):
+            match result:
+                case ops.Committed(committed_tokens, remaps):
+                    sequence.apply_remaps(remaps)
+                    sequence.findable = committed_tokens - committed_tokens % self._limits.block_size
+                case ops.Extended(num_tokens, appended_blocks):
+                    sequence.append_blocks(appended_blocks)
+                    sequence.registered = num_tokens
+                    sequence.starved_since = None
+                case ops.Released():
+                    self._retry_at = 0.0
+                case PoolExhausted() | QuotaExceeded():
+                    sequence.starved_since = sequence.starved_since or self._clock()
+                case Exception():
+                    sequence.error = result
+
+    def _settle(self, sequence: RunningSequence) -> None:
+        """End a sequence that has failed or finished."""
+        if sequence.error is not None:
+            self._end(sequence, sequence.error)
+        elif sequence.finish_reason is not None and sequence.starved_since is None:
+            self._running.remove(sequence)
+            finished = GenerateFinished(
+                sequence.finish_reason, sequence.num_prompt, sequence.cached_tokens, sequence.num_output
+            )
+            sequence.call.events.put(finished)
+
+    def _end(self, sequence: RunningSequence, error: Exception) -> None:
+        self._drop([sequence])
+        sequence.call.events.put(error)
+
+    def _one(self, operation: ops.Operation) -> ops.Result:
+        result = self._port.batch([operation])[0]
+        if isinstance(result, Exception):
+            raise result
+        return result

@@ -1,0 +1,143 @@
+"""A model without weights: its next token depends on every byte of KV it reads, so wrong sharing shows at once."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from radixpool.radix import Namespace, RadixCache
+from radixpool.rpc.generation import GenerateFinished, GenerateStarted, GenerateTokens, SamplingParams
+from radixpool.rpc.worker.cache_port import LocalPort
+from radixpool.rpc.worker.engine import Engine
+from radixpool.rpc.worker.limits import EngineLimits
+from radixpool.rpc.worker.requests import GenerateCall, HandleSource, PromptSource
+from radixpool.rpc.worker.step import NO_SLOT, StepBatch
+
+VOCAB = 50
+EMPTY = -1
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model without weights says after `tokens`."""
+    return zlib.crc32(np.asarray(tokens, np.int64).tobytes()) % VOCAB
+
+
+def continuation(prompt: Sequence[int], sampling: SamplingParams, eos: frozenset[int] = frozenset()) -> list[int]:
+    """The right answer, computed without any cache."""
+    tokens, ends = list(prompt), set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos)
+    while len(tokens) - len(prompt) < sampling.max_new_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(prompt) :]
+
+
+class EchoRunner:
+    """A `Runner` whose KV of a token is the token itself, in a paged pool of numpy."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.pool = np.full((num_blocks, block_size), EMPTY, np.int64)
+        self.computed_tokens = 0
+        self.fail_with: list[Exception] = []
+
+    def sampler(self, sampling: SamplingParams) -> object:
+        return sampling
+
+    def forward(self, batch: StepBatch) -> list[int]:
+        if self.fail_with:
+            raise self.fail_with.pop()
+        self.computed_tokens += batch.num_tokens
+        written = batch.slot_mapping != NO_SLOT
+        slots = batch.slot_mapping[written]
+        assert len(np.unique(slots)) == len(slots), "two tokens of one step share a slot"
+        self.pool.reshape(-1)[slots] = batch.token_ids[written]
+        ends = np.cumsum(batch.query_lens)
+        return [self._next(batch, int(np.searchsorted(ends, row + 1))) for row in batch.sample_rows]
+
+    def _next(self, batch: StepBatch, sequence: int) -> int:
+        read = self.pool[batch.block_tables[sequence]].reshape(-1)[: batch.context_lens[sequence]]
+        return next_token(read.tolist())
+
+
+class Harness:
+    """An engine over a `RadixCache` of this process, driven step by step, with a clock that the test moves."""
+
+    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, **limits: object) -> None:
+        self.cache = RadixCache(num_blocks=num_blocks, block_size=block_size)
+        self.port = LocalPort(self.cache)
+        self.runner = EchoRunner(num_blocks, block_size)
+        self.now = 0.0
+        sizes = {"context_tokens": 10_000, "vocab_size": VOCAB, "retry_interval_s": 0.0} | limits
+        self.limits = EngineLimits(num_blocks=num_blocks, block_size=block_size, **sizes)  # type: ignore[arg-type]
+        self.engine = Engine(self.port, self.runner, limits=self.limits, clock=lambda: self.now)
+
+    def submit(
+        self, prompt: Sequence[int], max_new_tokens: int = 4, *, namespace: Namespace | None = None, **sampling: object
+    ) -> GenerateCall:
+        source = PromptSource(np.asarray(prompt, np.uint32), namespace or Namespace())
+        call = GenerateCall(source, SamplingParams(max_new_tokens=max_new_tokens, **sampling))  # type: ignore[arg-type]
+        self.engine.submit(call)
+        return call
+
+    def submit_handle(self, handle: bytes, max_new_tokens: int = 4) -> GenerateCall:
+        call = GenerateCall(HandleSource(handle), SamplingParams(max_new_tokens=max_new_tokens))
+        self.engine.submit(call)
+        return call
+
+    def step(self) -> bool:
+        progressed = self.engine.step()
+        self.engine.check()
+        self.cache.check()
+        return progressed
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.step() and not self.engine.status().running_sequences + self.engine.status().waiting_sequences:
+                return
+        raise AssertionError("the engine does not come to an end")
+
+
+class Answer:
+    """What a call has got so far."""
+
+    def __init__(self, call: GenerateCall) -> None:
+        self.tokens: list[int] = []
+        self.started: GenerateStarted | None = None
+        self.finished: GenerateFinished | None = None
+        self.error: Exception | None = None
+        while not call.events.empty():
+            assert self.finished is None, "an event after the end"
+            assert self.error is None, "an event after the end"
+            self._take(call.events.get())
+
+    def _take(self, event: object) -> None:
+        match event:
+            case GenerateStarted():
+                assert self.started is None
+                self.started = event
+            case GenerateTokens(tokens):
+                assert self.started is not None
+                self.tokens += tokens
+            case GenerateFinished():
+                self.finished = event
+                assert event.output_tokens == len(self.tokens)
+            case Exception():
+                self.error = event
+
+
+@pytest.fixture
+def make_harness() -> type[Harness]:
+    return Harness
+
+
+@pytest.fixture
+def answer_of() -> type[Answer]:
+    return Answer
+
+
+@pytest.fixture
+def expected_tokens():
+    return continuation

@@ -13,6 +13,7 @@ from radixpool.kernels.ops import (
     merge_states,
     write_kv,
 )
+from radixpool.kernels.device_plan import PlanCapacity
 from radixpool.kernels.plan import ForestPlan, plan_forest
 from radixpool.kernels.rope import RoPE
 from radixpool.kernels.spec import AttentionSpec, choose_backend
@@ -20,6 +21,7 @@ from radixpool.kernels.spec import AttentionSpec, choose_backend
 __all__ = [
     "AttentionSpec",
     "ForestPlan",
+    "PlanCapacity",
     "plan_forest",
     "write_kv",
     "extend",

@@ -107,6 +107,8 @@ def extend(
     checks.check_attention(q, k_pool, v_pool, plan, sinks)
     checks.check_scale("k_scale", k_scale, k_pool)
     checks.check_scale("v_scale", v_scale, v_pool)
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale: expected a positive number, got {scale}")
     if window < 0 or soft_cap < 0:
         raise ValueError(f"window, soft_cap: expected no negative value, got {window}, {soft_cap}")
     out = checked_output("out", out, q, (*q.shape[:2], plan.spec.v_head_dim), q.dtype)

@@ -1,12 +1,13 @@
 """One ragged batch, planned once per forward pass and used by every layer.
 
-`plan_forest` checks the batch on the host and, for the Triton backend, cuts it into work items (see `forest.py`).
-A plan never reads or writes the pool.
+`plan_forest` checks the batch on the host and, for the Triton backend, cuts it into work items (see `forest.py`) and
+uploads them in one copy. A plan never reads or writes the pool. `ForestPlan.update` moves it to the next step: for free
+where a decode step only appended, in place on the device always, so that a captured CUDA graph can be replayed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixpool.kernels.device_plan import DevicePlan, PlanCapacity
+from radixpool.kernels.forest import Forest, build_forest
+from radixpool.kernels.launch import DeviceInfo, TileConfig, tile_config
 from radixpool.kernels.spec import AttentionSpec
 
 Int32Array = NDArray[np.int32]
+
+MAX_GROWTH_TOKENS = 64  # a re-used plan leaves each sequence's growth to its last item: up to this many tokens
 
 
 @dataclass(slots=True)
@@ -25,6 +31,7 @@ class ForestPlan:
 
     `block_tables` int32 `[B, max_blocks]`, `seq_lens` (all KV tokens, new ones included), `query_lens` and
     `query_starts` `[B + 1]` are host arrays; row `query_starts[i] + j` of `q` is query token `j` of sequence `i`.
+    `forest` and `device_plan` exist for the Triton backend only.
     """
 
     spec: AttentionSpec
@@ -32,6 +39,10 @@ class ForestPlan:
     seq_lens: Int32Array
     query_lens: Int32Array
     query_starts: Int32Array
+    capacity: PlanCapacity | None = None
+    forest: Forest | None = None
+    device_plan: DevicePlan | None = None
+    planned_lens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def num_seqs(self) -> int:
@@ -48,21 +59,107 @@ class ForestPlan:
         """Blocks that each sequence's length needs, `[B]`."""
         return -(-self.seq_lens // np.int32(self.spec.block_size))
 
+    def config_for(self, tile_rows: int) -> TileConfig:
+        """Return the launch configuration of one class of tiles."""
+        return tile_config(
+            self.spec.kv_dtype.itemsize, max(self.spec.head_dim, self.spec.v_head_dim), tile_rows, self.device.arch
+        )
+
+    @property
+    def device(self) -> DeviceInfo:
+        """What is known of the device."""
+        return device_info(torch.device(self.spec.device))
+
+    def update(self, block_tables: Any, seq_lens: Any, query_lens: Any | None = None) -> bool:
+        """Make this the plan of the next step's batch, in place; return whether the old cut could be kept.
+
+        The cut is kept if every sequence only grew at its end, by at most 64 tokens since it was cut, with the same number of
+        query tokens: then only lengths and tables are uploaded, O(table entries) compared. Device addresses don't change
+        for a plan with a capacity. Raises `ValueError` as `plan_forest` does, and changes nothing then.
+        """
+        tables, lens, new, starts = checked_batch(block_tables, seq_lens, query_lens, self.spec)
+        kept = self.only_grew(tables, lens, new)
+        if self.capacity is not None:
+            self.capacity.check(tables, starts)
+        self.block_tables, self.seq_lens, self.query_lens, self.query_starts = tables, lens, new, starts
+        if self.spec.backend == "triton":
+            self.refresh() if kept else self.cut()
+        return kept
+
+    def only_grew(self, tables: Int32Array, lens: Int32Array, new: Int32Array) -> bool:
+        """Return whether the present cut also fits the given batch."""
+        if self.forest is None or not self.forest.growable or tables.shape != self.block_tables.shape:
+            return False
+        grown = lens - self.planned_lens
+        if not np.array_equal(new, self.query_lens) or grown.min() < 0 or grown.max() > MAX_GROWTH_TOKENS:
+            return False
+        if np.array_equal(tables, self.block_tables):
+            return True
+        used = np.arange(tables.shape[1]) < self.blocks_needed[:, None]
+        return not (used & (tables != self.block_tables)).any()
+
+    def cut(self) -> None:
+        """Cut the batch into items and upload them."""
+        gain = 1.0
+        while True:
+            forest = build_forest(
+                self.block_tables, self.seq_lens, self.query_lens, self.query_starts, self.spec, self.device,
+                self.config_for, min_gain_bytes=gain,
+            )  # fmt: skip
+            if self.capacity is None or self.capacity.holds(forest) or gain == np.inf:
+                break
+            gain = gain * 64 if gain < 2**40 else np.inf
+        if self.capacity is not None and not self.capacity.holds(forest):
+            raise ValueError(f"capacity: expected room for {forest.num_parts} parts, got {self.capacity}")
+        self.forest, self.planned_lens = forest, self.seq_lens
+        if self.device_plan is None:
+            self.device_plan = DevicePlan(self.spec, self.device, self.config_for, self.capacity)
+        self.device_plan.upload(forest, self.block_tables, self.seq_lens)
+
+    def refresh(self) -> None:
+        """Upload tables and lengths only."""
+        assert self.device_plan is not None
+        self.device_plan.upload_batch(self.block_tables, self.seq_lens)
+
+
+def device_info(device: torch.device) -> DeviceInfo:
+    """Return `DeviceInfo.of(device)`, read once per device."""
+    if device not in _DEVICES:
+        _DEVICES[device] = DeviceInfo.of(device)
+    return _DEVICES[device]
+
+
+_DEVICES: dict[torch.device, DeviceInfo] = {}
+
 
 def host_int32(name: str, value: Any, ndim: int) -> Int32Array:
-    """Return `value` (ndarray, tensor or nested sequence of ints) as a C-contiguous int32 host array."""
+    """Return `value` (ndarray, tensor or nested sequence of ints) as a new C-contiguous int32 host array."""
     array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
-    if array.ndim == 1 and array.size == 0:
-        array = array.astype(np.int32).reshape((0,) * ndim)
+    if array.size == 0:
+        array = array.astype(np.int32).reshape((0,) * ndim if array.ndim != ndim else array.shape)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got {array.dtype}")
     if array.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {array.shape}")
-    return np.ascontiguousarray(array, dtype=np.int32)
+    return np.array(array, dtype=np.int32, order="C")
+
+
+def checked_batch(
+    block_tables: Any, seq_lens: Any, query_lens: Any | None, spec: AttentionSpec
+) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+    """Return tables, lengths, query lengths and query starts as host arrays that fit each other."""
+    tables = host_int32("block_tables", block_tables, 2)
+    lens = host_int32("seq_lens", seq_lens, 1)
+    new = np.ones_like(lens) if query_lens is None else host_int32("query_lens", query_lens, 1)
+    check_lengths(tables, lens, new, spec.block_size)
+    starts = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(new, out=starts[1:])
+    return tables, lens, new, starts
 
 
 def plan_forest(
-    block_tables: Any, seq_lens: Any, query_lens: Any | None = None, *, spec: AttentionSpec
+    block_tables: Any, seq_lens: Any, query_lens: Any | None = None, *, spec: AttentionSpec,
+    capacity: PlanCapacity | None = None,
 ) -> ForestPlan:  # fmt: skip
     """Plan attention for a ragged batch: prefill, extend and decode rows in any mixture.
 
@@ -70,15 +167,17 @@ def plan_forest(
     all KV tokens of each sequence, those of this step included. `query_lens` int `[B]`: how many of them are new (the
     query tokens; default 1 each; 0 is allowed). Query token `j` sees the first `seq_len - query_len + j + 1` tokens.
 
-    O(table entries). Raises `ValueError` for lengths that don't fit each other or the tables.
+    `capacity` fixes device addresses and launch grids up to a largest batch, for CUDA graphs: capture any operation with this
+    plan, `update` it, replay. The inputs are copied. O(n log n + table entries); about 0.1 ms for 256 sequences of 4k tokens.
+    Raises `ValueError` for lengths that don't fit each other, the tables or the capacity.
     """
-    tables = host_int32("block_tables", block_tables, 2)
-    lens = host_int32("seq_lens", seq_lens, 1)
-    new = np.ones_like(lens) if query_lens is None else host_int32("query_lens", query_lens, 1)
-    check_lengths(tables, lens, new, spec.block_size)
-    starts = np.zeros(len(lens) + 1, np.int32)
-    np.cumsum(new, out=starts[1:])
-    return ForestPlan(spec, tables, lens, new, starts)
+    tables, lens, new, starts = checked_batch(block_tables, seq_lens, query_lens, spec)
+    if capacity is not None:
+        capacity.check(tables, starts)
+    plan = ForestPlan(spec, tables, lens, new, starts, capacity)
+    if spec.backend == "triton":
+        plan.cut()
+    return plan
 
 
 def check_lengths(tables: Int32Array, lens: Int32Array, new: Int32Array, block_size: int) -> None:
@@ -96,8 +195,3 @@ def check_lengths(tables: Int32Array, lens: Int32Array, new: Int32Array, block_s
         raise ValueError(
             f"block_tables: row {i} holds {tables.shape[1]} blocks of {block_size} tokens, seq_lens[{i}] is {lens[i]}"
         )
-
-
-def device_of(plan: ForestPlan) -> torch.device:
-    """Return the device whose tensors the plan speaks of."""
-    return torch.device(plan.spec.device)

@@ -1,0 +1,304 @@
+"""Device code of attention: `attend_items` runs work items over the pool, `merge_partials` joins what several items gave.
+
+A work item is a run of query rows (at most BM // G of them) times a run of tokens of one block table, for one KV head.
+Scores live in base 2: partial states are a normalised output and `log2` of its denominator.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NEG_INF = tl.constexpr(float("-inf"))
+# e4m3 bits shifted into fp16 give the value times 2**-8, exactly (the exponent biases are 7 and 15).
+PAIR_SCALE = tl.constexpr(256.0)
+# Fields of one item record; see forest.py.
+RECORD = tl.constexpr(8)
+
+
+@triton.jit
+def low_halves(x):
+    """Turn the low byte (even column) of each int16 pair of e4m3 into fp16, times 2**-8."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; shl.b32 a, $1, 7; and.b32 a, a, 0x3f803f80; shl.b32 b, $1, 8; "
+        "lop3.b32 $0, b, 0x80008000, a, 0xea; }",
+        "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def high_halves(x):
+    """Turn the high byte (odd column) of each int16 pair of e4m3 into fp16, times 2**-8."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a; shr.b32 a, $1, 1; and.b32 a, a, 0x3f803f80; lop3.b32 $0, $1, 0x80008000, a, 0xea; }",
+        "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def block_of(pos, BLOCK_SIZE: tl.constexpr):
+    """Return the index of the block of token `pos` in its table; unsigned, so that powers of two become shifts."""
+    return (pos.to(tl.uint32) // BLOCK_SIZE).to(tl.int32)
+
+
+@triton.jit
+def tile_scores(q, q_odd, k, PAIRS: tl.constexpr):
+    """Return q @ k in float32 [BM, BN]; with PAIRS, k holds e4m3 pairs [D/2, BN] and q its even and odd columns."""
+    if PAIRS:
+        x = tl.dot(q, low_halves(k))
+        x = tl.dot(q_odd, high_halves(k), x)
+    else:
+        x = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    return x
+
+
+@triton.jit
+def tile_step(
+    q, q_odd, k, v, cols, stop, limit, row_begin, k_scales, v_scales, qk_scale, soft_cap, top, total, acc, acc_odd,
+    PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of keys and values into the running maximum, denominator and output (online softmax)."""
+    x = tile_scores(q, q_odd, k, PAIRS)
+    if TOKEN_SCALES:
+        x = x * k_scales[None, :]
+    if CAP:
+        # qk_scale is 2 * log2(e) * scale / cap here: tanh(y) = 1 - 2 / (exp(2 y) + 1)
+        x = (soft_cap * LOG2E) * (1.0 - 2.0 / (tl.exp2(x * qk_scale) + 1.0))
+        qk_scale = 1.0
+    if MASKED:
+        seen = cols[None, :] < tl.minimum(limit, stop)[:, None]
+        if WINDOW:
+            seen = seen & (cols[None, :] >= row_begin[:, None])
+            used = tl.max(seen.to(tl.int32), 0) > 0
+            v = tl.where(used[:, None], v, tl.zeros_like(v))
+        x = tl.where(seen, x, NEG_INF)
+    # The maximum is taken before scaling (scale > 0), so that scale and subtraction are one fused multiply-add.
+    new_top = tl.maximum(top, tl.max(x, 1) * qk_scale)
+    base = tl.where(new_top == NEG_INF, 0.0, new_top) if MASKED else new_top
+    p = tl.exp2(x * qk_scale - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None]
+    if TOKEN_SCALES:
+        p = p * v_scales[None, :]
+    if PAIRS:
+        acc_odd = acc_odd * shrink[:, None]
+        p16 = p.to(tl.float16)
+        acc = tl.dot(p16, low_halves(v), acc)
+        acc_odd = tl.dot(p16, high_halves(v), acc_odd)
+    else:
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+    return new_top, total, acc, acc_odd
+
+
+@triton.jit
+def walk_tiles(
+    q, q_odd, K, V, table, k_token_scales, v_token_scales, head, begin, stop, end, limit, row_begin,
+    qk_scale, soft_cap, top, total, acc, acc_odd,
+    stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
+    stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the tokens [begin, stop) of one table into the running state; with MASKED they end at `end` <= `stop`."""
+    n = tl.arange(0, BN)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    # Block ids are loaded one step ahead: as loop-carried values they cost the pipeline of K and V no stage.
+    block = tl.load(table + block_of(begin + n, BLOCK_SIZE), mask=begin + n < end, other=0)
+    for pos in tl.range(begin, stop, BN, num_stages=STAGES):
+        cols = pos + n
+        page = block.to(tl.int64)
+        block = tl.load(table + block_of(cols + BN, BLOCK_SIZE), mask=cols + BN < end, other=0)
+        offset = cols - block_of(cols, BLOCK_SIZE) * BLOCK_SIZE
+        k_ptr = K + (page * stride_k_block + head * stride_k_head + offset * stride_k_token)[None, :] + d[:, None]
+        v_ptr = V + (page * stride_v_block + head * stride_v_head + offset * stride_v_token)[:, None] + dv[None, :]
+        if MASKED:
+            live = cols < end
+            k = tl.load(k_ptr, mask=live[None, :] & (d < D)[:, None], other=0.0)
+            v = tl.load(v_ptr, mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+        elif D == BLOCK_D and DV == BLOCK_DV:
+            k = tl.load(k_ptr)
+            v = tl.load(v_ptr)
+        else:
+            k = tl.load(k_ptr, mask=(d < D)[:, None], other=0.0)
+            v = tl.load(v_ptr, mask=(dv < DV)[None, :], other=0.0)
+        k_scales = 1.0
+        v_scales = 1.0
+        if TOKEN_SCALES:
+            ks_ptr = k_token_scales + page * stride_ks_block + head * stride_ks_head + offset * stride_ks_token
+            vs_ptr = v_token_scales + page * stride_vs_block + head * stride_vs_head + offset * stride_vs_token
+            k_scales = tl.load(ks_ptr, mask=cols < end, other=0.0)
+            v_scales = tl.load(vs_ptr, mask=cols < end, other=0.0)
+        top, total, acc, acc_odd = tile_step(
+            q, q_odd, k, v, cols, end, limit, row_begin, k_scales, v_scales, qk_scale, soft_cap, top, total, acc,
+            acc_odd, PAIRS, TOKEN_SCALES, CAP, WINDOW, MASKED,
+        )  # fmt: skip
+    return top, total, acc, acc_odd
+
+
+@triton.jit(do_not_specialize=["stride_table", "window"])
+def attend_items(
+    Q, K, V, OUT, LSE, PART, PART_LSE, TABLES, SEQ_LENS, ITEMS, ITEM_STARTS, ORDER, ROW_SEQ, ROW_BACK,
+    K_SCALE, V_SCALE, SINKS, scale, v_factor, soft_cap, window,
+    stride_q_row, stride_q_head, stride_table,
+    stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
+    stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    TILE_DTYPE: tl.constexpr, PAIRS: tl.constexpr, HEAD_SCALES: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Run the items ITEM_STARTS[cta] to ITEM_STARTS[cta + 1] for one KV head; grid (kv_heads, ctas)."""
+    head = tl.program_id(0)
+    cta = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+    m = tl.arange(0, BM)
+    local_row = m // G
+    q_head = head * G + m % G
+    d = tl.arange(0, BLOCK_D)
+    qk_scale = scale * LOG2E
+    out_scale = v_factor
+    if CAP:
+        qk_scale = 2.0 * LOG2E * scale / soft_cap
+    if HEAD_SCALES:
+        qk_scale = qk_scale * tl.load(K_SCALE + head * stride_ks_head)
+        out_scale = out_scale * tl.load(V_SCALE + head * stride_vs_head)
+    if PAIRS:
+        qk_scale = qk_scale * PAIR_SCALE
+        out_scale = out_scale * PAIR_SCALE
+    k_token_scales = K_SCALE
+    v_token_scales = V_SCALE
+    first = tl.load(ITEM_STARTS + cta)
+    last = tl.load(ITEM_STARTS + cta + 1)
+    for item in tl.range(first, last, num_stages=1):
+        record = ITEMS + item * RECORD
+        row_start = tl.load(record)
+        num_rows = tl.load(record + 1)
+        table = TABLES + tl.load(record + 2).to(tl.int64) * stride_table
+        begin = tl.load(record + 3)
+        end = tl.load(record + 4)
+        part = tl.load(record + 5)
+        live = local_row < num_rows
+        row = tl.load(ORDER + row_start + local_row, mask=live, other=0)
+        seq = tl.load(ROW_SEQ + row)
+        limit = tl.load(SEQ_LENS + seq) - tl.load(ROW_BACK + row)
+        limit = tl.where(live, limit, 0)
+        end = tl.minimum(end, tl.max(limit, 0))
+        row_begin = limit
+        if WINDOW:
+            row_begin = limit - window
+            lowest = tl.min(tl.where(live, row_begin, 2147483647), 0)
+            begin = tl.maximum(begin, tl.maximum(lowest, 0) // BN * BN)
+        q_ptr = Q + row.to(tl.int64)[:, None] * stride_q_row + q_head[:, None] * stride_q_head
+        q_odd = 0.0
+        if PAIRS:
+            q_mask = live[:, None] & (2 * d < D)[None, :]
+            q = tl.load(q_ptr + 2 * d[None, :], mask=q_mask, other=0.0).to(TILE_DTYPE)
+            q_odd = tl.load(q_ptr + 2 * d[None, :] + 1, mask=q_mask, other=0.0).to(TILE_DTYPE)
+        else:
+            q = tl.load(q_ptr + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0).to(TILE_DTYPE)
+        top = tl.full([BM], NEG_INF, tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, BLOCK_DV], tl.float32)
+        acc_odd = 0.0
+        if PAIRS:
+            acc_odd = tl.zeros([BM, BLOCK_DV], tl.float32)
+        KD: tl.constexpr = D // 2 if PAIRS else D
+        VD: tl.constexpr = DV // 2 if PAIRS else DV
+        mid = begin
+        if SPLIT:
+            shortest = tl.min(tl.where(live, limit, 2147483647), 0)
+            mid = begin + tl.maximum(tl.minimum(shortest, end) - begin, 0) // BN * BN
+            top, total, acc, acc_odd = walk_tiles(
+                q, q_odd, K, V, table, k_token_scales, v_token_scales, head, begin, mid, mid, limit, row_begin,
+                qk_scale, soft_cap, top, total, acc, acc_odd,
+                stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
+                stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
+                KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, False,
+            )  # fmt: skip
+        top, total, acc, acc_odd = walk_tiles(
+            q, q_odd, K, V, table, k_token_scales, v_token_scales, head, mid, end, end, limit, row_begin,
+            qk_scale, soft_cap, top, total, acc, acc_odd,
+            stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
+            stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
+            KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, True,
+        )  # fmt: skip
+        if PAIRS:
+            acc = tl.interleave(acc, acc_odd)
+        dv = tl.arange(0, BLOCK_DV * 2 if PAIRS else BLOCK_DV)
+        out_mask = live[:, None] & (dv < DV)[None, :]
+        if part >= 0:
+            safe = tl.where(total > 0, total, 1.0)
+            lse2 = tl.where(total > 0, top + tl.log2(safe), NEG_INF)
+            factor = out_scale / safe
+            cell = (part + local_row).to(tl.int64) * HQ + q_head
+            tl.store(PART + cell[:, None] * DV + dv[None, :], acc * factor[:, None], mask=out_mask)
+            tl.store(PART_LSE + cell, lse2, mask=live)
+        else:
+            if HAS_SINKS:
+                sink = tl.load(SINKS + q_head) * LOG2E
+                new_top = tl.maximum(top, sink)
+                shrink = tl.exp2(top - new_top)
+                total = total * shrink + tl.exp2(sink - new_top)
+                acc = acc * shrink[:, None]
+                top = new_top
+            safe = tl.where(total > 0, total, 1.0)
+            factor = out_scale / safe
+            cell = row.to(tl.int64) * HQ + q_head
+            tl.store(OUT + cell[:, None] * DV + dv[None, :], (acc * factor[:, None]).to(OUT.dtype.element_ty), out_mask)
+            if HAS_LSE:
+                tl.store(LSE + cell, tl.where(total > 0, (top + tl.log2(safe)) * LN2, NEG_INF), mask=live)
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def merge_partials(
+    PART, PART_LSE, OUT, LSE, ROWS, STARTS, PARTS, COUNTS, SINKS,
+    HQ: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial states of row ROWS[i] for one query head; grid (rows, num_q_heads)."""
+    i = tl.program_id(0)
+    head = tl.program_id(1)
+    if i < tl.load(COUNTS):
+        row = tl.load(ROWS + i)
+        first = tl.load(STARTS + i)
+        last = tl.load(STARTS + i + 1)
+        n = tl.arange(0, BLOCK_N)
+        dv = tl.arange(0, BLOCK_DV)
+        cell = tl.load(PARTS + first + n, mask=first + n < last, other=0).to(tl.int64) * HQ + head
+        top = NEG_INF
+        total = 0.0
+        if HAS_SINKS:
+            top = tl.load(SINKS + head) * LOG2E
+            total = 1.0
+        acc = tl.zeros([BLOCK_DV], tl.float32)
+        if PDL:
+            gdc_wait()
+        for start in range(first, last, BLOCK_N):
+            lse2 = tl.load(PART_LSE + cell, mask=start + n < last, other=NEG_INF)
+            full = lse2 > NEG_INF
+            x = tl.load(PART + cell[:, None] * DV + dv[None, :], mask=full[:, None] & (dv < DV)[None, :], other=0.0)
+            new_top = tl.maximum(top, tl.max(lse2, 0))
+            base = tl.where(new_top == NEG_INF, 0.0, new_top)
+            weight = tl.exp2(lse2 - base)
+            shrink = tl.exp2(top - base)
+            acc = acc * shrink + tl.sum(x * weight[:, None], 0)
+            total = total * shrink + tl.sum(weight, 0)
+            top = new_top
+            ahead = start + BLOCK_N + n
+            cell = tl.load(PARTS + ahead, mask=ahead < last, other=0).to(tl.int64) * HQ + head
+        safe = tl.where(total > 0, total, 1.0)
+        out = acc / safe
+        target = row.to(tl.int64) * HQ + head
+        tl.store(OUT + target * DV + dv, out.to(OUT.dtype.element_ty), mask=dv < DV)
+        if HAS_LSE:
+            tl.store(LSE + target, tl.where(total > 0, (top + tl.log2(safe)) * LN2, NEG_INF))
+    elif PDL:
+        gdc_wait()

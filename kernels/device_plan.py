@@ -1,0 +1,151 @@
+"""A plan on the device: one int32 buffer that holds every table of the forest, and the workspace for partial states.
+
+All sections lie in one tensor, so that a plan is one host-to-device copy. With a `PlanCapacity` the sections have fixed places
+and the launch grids fixed sizes; the counts are read on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixpool.kernels.forest import RECORD, Forest
+from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig, ctas_per_head
+from radixpool.kernels.spec import AttentionSpec
+
+Array = NDArray[np.int32]
+ALIGN = 16  # int32 entries: sections start on 64 bytes, which Triton's 16-byte specialisation needs
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCapacity:
+    """The largest batch that a plan with fixed addresses must hold.
+
+    `max_rows` query tokens, `max_seqs` sequences, `max_blocks` entries in a table; `max_parts` partial states (default: four for
+    each row and 2,048 more), each `num_q_heads * v_head_dim` float32 of workspace.
+    """
+
+    max_seqs: int
+    max_blocks: int
+    max_rows: int = 0
+    max_parts: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_rows", self.max_rows or self.max_seqs)
+        object.__setattr__(self, "max_parts", self.max_parts or 4 * self.max_rows + 2048)
+
+    @property
+    def max_items(self) -> int:
+        """Items that the buffers hold."""
+        return 2 * self.max_parts
+
+    def check(self, tables: Array, starts: Array) -> None:
+        """Raise `ValueError` unless a batch with these tables and query starts fits."""
+        for name, limit, value in (
+            ("max_seqs", self.max_seqs, tables.shape[0]),
+            ("max_blocks", self.max_blocks, tables.shape[1]),
+            ("max_rows", self.max_rows, int(starts[-1])),
+        ):
+            if value > limit:
+                raise ValueError(f"capacity: expected at most {name}={limit}, got {value}")
+
+    def holds(self, forest: Forest) -> bool:
+        """Return whether the cut batch fits."""
+        return forest.num_parts <= self.max_parts and len(forest.items) <= self.max_items
+
+
+class DevicePlan:
+    """The device side of one plan. Upload before use; the tensors stay valid until the next upload of another size."""
+
+    def __init__(
+        self, spec: AttentionSpec, device: DeviceInfo, config_of: Callable[[int], TileConfig],
+        capacity: PlanCapacity | None,
+    ) -> None:  # fmt: skip
+        self.spec, self.device, self.config_of, self.capacity = spec, device, config_of, capacity
+        self.sections: dict[str, Tensor] = {}
+        self.heights: dict[int, int] = {}
+        self.merge_grid = 0
+        self.buffer: Tensor | None = None
+        self.tables: Tensor | None = None
+        self.part: Tensor | None = None
+        self.part_lse: Tensor | None = None
+        if capacity is not None:
+            self.reserve_parts(capacity.max_parts)
+
+    def reserve_parts(self, count: int) -> None:
+        """Make room for `count` partial states; never shrinks."""
+        if self.part_lse is None or len(self.part_lse) < count:
+            shape = (max(count, 1), self.spec.num_q_heads)
+            self.part = torch.empty((*shape, self.spec.v_head_dim), dtype=torch.float32, device=self.spec.device)
+            self.part_lse = torch.empty(shape, dtype=torch.float32, device=self.spec.device)
+
+    def section_sizes(self, arrays: dict[str, Array]) -> dict[str, int]:
+        """Return the entries each section takes: what it holds, or what the capacity asks for."""
+        if self.capacity is None:
+            return {name: len(a) for name, a in arrays.items()}
+        c = self.capacity
+        fixed = {
+            "counts": ALIGN, "lens": c.max_seqs, "items": c.max_items * RECORD, "order": c.max_rows,
+            "row_seq": c.max_rows, "row_back": c.max_rows, "merge_rows": c.max_rows, "merge_starts": c.max_rows + 1,
+            "merge_parts": c.max_parts,
+        }  # fmt: skip
+        return {name: fixed.get(name, len(a)) for name, a in arrays.items()}
+
+    def pad_starts(self, height: int, starts: Array) -> Array:
+        """Return `starts` for the whole grid of one tile height: programs past the last have no items."""
+        grid = ctas_per_head(self.config_of(height), self.spec, self.device)
+        return np.concatenate([starts, np.full(grid + 1 - len(starts), starts[-1], np.int32)])
+
+    def upload(self, forest: Forest, tables: Array, lens: Array) -> None:
+        """Copy a cut batch to the device, in one transfer for the plan and one for the tables."""
+        counts = np.zeros(ALIGN, np.int32)
+        counts[0] = len(forest.merge_rows)
+        arrays = {
+            "counts": counts, "lens": lens, "items": forest.items.reshape(-1), "order": forest.order,
+            "row_seq": forest.row_seq, "row_back": forest.row_back, "merge_rows": forest.merge_rows,
+            "merge_starts": forest.merge_starts, "merge_parts": forest.merge_parts,
+        }  # fmt: skip
+        heights = TILE_ROWS if self.capacity is not None else forest.item_starts
+        empty = np.zeros(1, np.int32)
+        for height in heights:
+            starts = forest.item_starts.get(height, empty)
+            arrays[f"starts{height}"] = starts if self.capacity is None else self.pad_starts(height, starts)
+        host = self.pack(arrays)
+        self.heights = {h: len(arrays[f"starts{h}"]) - 1 for h in heights}
+        self.merge_grid = len(forest.merge_rows) if self.capacity is None else self.capacity.max_rows
+        assert self.buffer is not None
+        self.buffer.copy_(host)
+        self.reserve_parts(forest.num_parts)
+        self.upload_tables(tables)
+
+    def pack(self, arrays: dict[str, Array]) -> Tensor:
+        """Lay the arrays out in one host buffer and point the sections at their places on the device."""
+        sizes = self.section_sizes(arrays)
+        places, total = {}, 0
+        for name, size in sizes.items():
+            places[name] = total
+            total += -(-max(size, 1) // ALIGN) * ALIGN
+        host = np.zeros(total, np.int32)
+        for name, array in arrays.items():
+            host[places[name] : places[name] + len(array)] = array
+        if self.buffer is None or len(self.buffer) != total:
+            self.buffer = torch.empty(total, dtype=torch.int32, device=self.spec.device)
+        self.sections = {name: self.buffer[place:] for name, place in places.items()}
+        return torch.from_numpy(host)
+
+    def upload_tables(self, tables: Array) -> None:
+        """Copy the block tables to their fixed place."""
+        shape = tables.shape if self.capacity is None else (self.capacity.max_seqs, self.capacity.max_blocks)
+        if self.tables is None or tuple(self.tables.shape) != shape:
+            self.tables = torch.zeros(shape, dtype=torch.int32, device=self.spec.device)
+        self.tables[: tables.shape[0], : tables.shape[1]].copy_(torch.from_numpy(tables))
+
+    def upload_batch(self, tables: Array, lens: Array) -> None:
+        """Copy lengths and tables only: the items stay."""
+        self.sections["lens"][: len(lens)].copy_(torch.from_numpy(lens))
+        self.upload_tables(tables)

@@ -1,0 +1,294 @@
+"""The forest plan: block tables of one batch -> work items, in numpy, on the host.
+
+Sequences whose tables begin with the same physical blocks share a path of a forest. After sorting the tables, every shared path is
+an interval of neighbours in the array of longest common prefixes; each worthwhile interval becomes one *segment* (its rows x
+its run of blocks), what is left of each sequence another. Segments are cut into tiles of at most 16 to 128 packed query
+rows, and the tiles of one height are cut along tokens so that all programs get the same amount of work (a wave that ends at
+once). Each shared block is read once per tile, each row's pieces are merged afterwards. Without sharing this is split-KV
+decoding with a balanced cut (stream-K). The idea of packing sharers: Hydragen (arXiv 2402.05099), FastTree (MLSys 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig, ctas_per_head
+from radixpool.kernels.spec import AttentionSpec
+
+Array = NDArray[np.int32]
+Long = NDArray[np.int64]
+
+RECORD = 8  # int32 fields of an item: row start, rows, table, begin, end, first part (-1: writes the output), 0, 0
+TO_THE_END = np.iinfo(np.int32).max  # `end` of a sequence's last item: it grows with the length on the device
+ITEM_OVERHEAD_TOKENS = 48  # a new item refills the load pipeline: about 1 us of one program, in tokens
+ITEM_OVERHEAD_BYTES = 32 * 1024
+MIN_PIECE_TOKENS = 64
+CUT_TOKENS = 64  # cuts inside a tile fall on multiples of this
+WHOLE_TILE_SLACK = 1.08  # whole tiles (no merge) are kept if the longest program has at most this much more work
+
+
+@dataclass(slots=True)
+class Segments:
+    """Rows `row0` to `row1` (in sorted order) x tokens `begin` to `end` of table `table`; `leaf`: up to each row's end."""
+
+    row0: Long
+    row1: Long
+    begin: Long
+    end: Long
+    table: Long
+    leaf: NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Forest:
+    """The cut batch, all int32 host arrays.
+
+    `items` `[n, RECORD]`, grouped by tile height; `item_starts[h]` `[programs + 1]` gives each program's range for height `h`.
+    `order` lists query rows as items use them; `row_seq`, `row_back` per row: its sequence and how many query tokens follow
+    it. `merge_rows` are rows made of several (or no) partial states, listed in `merge_parts` by `merge_starts`.
+    """
+
+    items: Array
+    item_starts: dict[int, Array]
+    order: Array
+    row_seq: Array
+    row_back: Array
+    merge_rows: Array
+    merge_starts: Array
+    merge_parts: Array
+    num_parts: int
+    unique_tokens: int
+    growable: bool
+
+
+def sort_tables(tables: Array, blocks: Long) -> tuple[Long, Long]:
+    """Return an order in which equal prefixes are neighbours, and each neighbour pair's common prefix in blocks.
+
+    Only sequences whose first block is not unique are compared: O(n log n + shared entries).
+    """
+    n = len(tables)
+    lcp = np.zeros(max(n - 1, 0), np.int64)
+    if n < 2 or tables.shape[1] == 0:
+        return np.arange(n), lcp
+    first = np.where(blocks > 0, tables[:, 0], -1 - np.arange(n))
+    by_first = np.argsort(first, kind="stable")
+    same = first[by_first[1:]] == first[by_first[:-1]]
+    if not same.any():
+        return by_first, lcp
+    shared = np.zeros(n, bool)
+    shared[1:] |= same
+    shared[:-1] |= same
+    where = np.flatnonzero(shared)
+    rows = by_first[where]
+    width = int(blocks[rows].max())
+    sub = np.where(np.arange(width) < blocks[rows, None], tables[rows, :width], np.int32(-1))
+    key = np.concatenate([first[rows, None].astype(">i4").view(np.int32), sub], 1)
+    inner = np.argsort(key.view(f"V{4 * (width + 1)}").ravel(), kind="stable")
+    order = by_first.copy()
+    order[where] = rows[inner]
+    sub = sub[inner]
+    differ = sub[1:] != sub[:-1]
+    common = np.where(differ.any(1), differ.argmax(1), width)
+    inner_blocks = blocks[order[where]]
+    common = np.minimum(common, np.minimum(inner_blocks[1:], inner_blocks[:-1]))
+    adjacent = np.flatnonzero(np.diff(where) == 1)
+    lcp[where[adjacent]] = common[adjacent]
+    return order, lcp
+
+
+def shared_intervals(lcp: Long) -> list[tuple[int, int, int]]:
+    """Return every maximal interval `(lo, hi, depth)` of neighbours that share `depth` blocks, parents first. O(n)."""
+    found: list[tuple[int, int, int]] = []
+    stack: list[tuple[int, int]] = [(0, 0)]
+    nonzero = np.flatnonzero(lcp)
+    if not len(nonzero):
+        return found
+    values = lcp.tolist()
+    for i in range(int(nonzero[0]), int(nonzero[-1]) + 2):
+        depth = values[i] if i < len(values) else 0
+        lo = i
+        while stack[-1][1] > depth:
+            lo, top = stack.pop()
+            found.append((lo, i + 1, top))
+        if stack[-1][1] < depth:
+            stack.append((lo, depth))
+    found.reverse()
+    return found
+
+
+def find_segments(
+    tables: Array, lens: Long, query_lens: Long, spec: AttentionSpec, *, min_gain_bytes: float = 1.0
+) -> tuple[Long, Segments]:  # fmt: skip
+    """Return the sorted sequence order and the segments: worthwhile shared paths, then each sequence's rest."""
+    blocks = -(-lens // spec.block_size)
+    order, lcp = sort_tables(tables, blocks)
+    rows_before = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(query_lens[order], out=rows_before[1:])
+    done = np.zeros(len(order), np.int64)
+    tiles_before = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(-(-query_lens[order] * spec.group_size // TILE_ROWS[-1]), out=tiles_before[1:])
+    state_bytes = 8 * spec.group_size * spec.v_head_dim
+    kept = []
+    for lo, hi, depth in shared_intervals(lcp):
+        begin, end = int(done[lo]), depth * spec.block_size
+        rows = int(rows_before[hi] - rows_before[lo])
+        saved = int(tiles_before[hi] - tiles_before[lo]) - -(-rows * spec.group_size // TILE_ROWS[-1])
+        gain = saved * (end - begin) * spec.kv_bytes_per_token - rows * state_bytes - ITEM_OVERHEAD_BYTES
+        if gain >= min_gain_bytes:
+            kept.append((int(rows_before[lo]), int(rows_before[hi]), begin, end, int(order[lo])))
+            done[lo:hi] = end
+    left = lens[order] > done
+    shared = np.array(kept, np.int64).reshape(-1, 5).T
+    leaves = np.stack([rows_before[:-1], rows_before[1:], done, lens[order], order])[:, left]
+    row0, row1, begin_, end_, table = np.concatenate([shared, leaves], 1)
+    leaf = np.arange(len(row0)) >= len(kept)
+    return order, Segments(row0, row1, begin_, end_, table, leaf)
+
+
+@dataclass(slots=True)
+class Tiles:
+    """Segments cut into tiles of one height class: at most `height // group_size` rows each."""
+
+    height: Long
+    row0: Long
+    rows: Long
+    begin: Long
+    end: Long
+    table: Long
+    leaf: NDArray[np.bool_]
+
+
+def cut_rows(segments: Segments, group_size: int, row_limits: Long) -> Tiles:
+    """Cut segments into tiles along rows; a leaf tile ends where its last row ends. Empty tiles are dropped."""
+    rows = segments.row1 - segments.row0
+    classes = np.array(TILE_ROWS)
+    slot = np.minimum(np.searchsorted(classes, rows * group_size), len(classes) - 1)
+    height = classes[slot]
+    per_tile = height // group_size
+    counts = -(-rows // per_tile)
+    seg = np.repeat(np.arange(len(rows)), counts)
+    nth = np.arange(len(seg)) - np.repeat(np.cumsum(counts) - counts, counts)
+    row0 = segments.row0[seg] + nth * per_tile[seg]
+    row1 = np.minimum(row0 + per_tile[seg], segments.row1[seg])
+    leaf = segments.leaf[seg]
+    end = np.where(leaf, row_limits[row1 - 1], segments.end[seg])
+    keep = end > segments.begin[seg]
+    return Tiles(
+        height[seg][keep], row0[keep], (row1 - row0)[keep], segments.begin[seg][keep], end[keep],
+        segments.table[seg][keep], leaf[keep],
+    )  # fmt: skip
+
+
+def cut_points(length: Long, programs: int, *, whole: bool) -> Long:
+    """Return where to cut the tiles' tokens, laid end to end, so that `programs` programs get equal work. Sorted."""
+    ends = np.cumsum(length + ITEM_OVERHEAD_TOKENS)
+    tokens_before = np.cumsum(length) - length
+    cut = np.arange(1, programs) * (ends[-1] / programs)
+    tile = np.minimum(np.searchsorted(ends, cut, side="right"), len(length) - 1)
+    inside = cut - (ends[tile] - length[tile])
+    if whole:
+        offset = np.where(inside * 2 < length[tile], 0, length[tile])
+    else:
+        offset = np.rint(inside / CUT_TOKENS).astype(np.int64) * CUT_TOKENS
+        offset = np.where(offset < MIN_PIECE_TOKENS, 0, offset)
+        offset = np.where(offset > length[tile] - MIN_PIECE_TOKENS, length[tile], offset)
+    return np.sort(tokens_before[tile] + offset.astype(np.int64))
+
+
+def cut_tokens(length: Long, programs: int, *, merging: bool) -> tuple[Long, Long, Long, Long]:
+    """Cut tiles of the given lengths along tokens for at most `programs` programs.
+
+    Returns for each piece its tile, its first and last token within the tile, and `starts` `[programs + 1]`. Whole tiles are kept
+    together if that balances well and nothing else needs merging.
+    """
+    before = np.cumsum(length) - length
+    total = int(length.sum())
+    programs = max(1, min(programs, -(-total // MIN_PIECE_TOKENS)))
+    points = cut_points(length, programs, whole=False)
+    if not merging:
+        rounded = cut_points(length, programs, whole=True)
+        loads = np.diff(np.concatenate([[0], rounded, [total]]))
+        if loads.max() <= WHOLE_TILE_SLACK * total / programs + ITEM_OVERHEAD_TOKENS:
+            points = rounded
+    bounds = np.unique(np.concatenate([before, points, [total]]))
+    first, last = bounds[:-1], bounds[1:]
+    tile = np.searchsorted(before, first, side="right") - 1
+    starts = np.searchsorted(first, np.concatenate([[0], points, [total]]))
+    return tile, first - before[tile], last - before[tile], starts
+
+
+def merge_lists(
+    pieces_row0: Long, pieces_rows: Long, num_rows: int
+) -> tuple[Long, Long, Long, Long, int]:  # fmt: skip
+    """Number the partial states and list them by row.
+
+    Returns each piece's first part (-1: the piece alone makes all its rows and writes the output), the rows to merge, their
+    `starts` and parts, and how many parts there are.
+    """
+    owner = np.repeat(np.arange(len(pieces_rows)), pieces_rows)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(pieces_rows) - pieces_rows, pieces_rows)
+    row = pieces_row0[owner] + within
+    count = np.bincount(row, minlength=num_rows)
+    alone = np.ones(len(pieces_rows), bool)
+    alone[owner[count[row] > 1]] = False
+    width = np.where(alone, 0, pieces_rows)
+    part = np.where(alone, -1, np.cumsum(width) - width)
+    stays = ~alone[owner]
+    row, cell = row[stays], (part[owner] + within)[stays]
+    by_row = np.argsort(row, kind="stable")
+    left = np.bincount(row, minlength=num_rows)
+    direct = (count == 1) & (left == 0)
+    rows = np.flatnonzero(~direct)
+    starts = np.concatenate([[0], np.cumsum(left[rows])])
+    return part, rows, starts, cell[by_row], int(width.sum())
+
+
+def build_forest(
+    tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
+    config_of: Callable[[int], TileConfig], *, min_gain_bytes: float = 1.0,
+) -> Forest:  # fmt: skip
+    """Cut a batch into work items. Vectorised but for one loop over shared paths; O(n log n + table entries)."""
+    lens64, new = lens.astype(np.int64), query_lens.astype(np.int64)
+    num_rows = int(query_starts[-1])
+    row_seq = np.repeat(np.arange(len(lens)), new)
+    row_back = query_starts[1:].astype(np.int64)[row_seq] - 1 - np.arange(num_rows)
+    active = np.flatnonzero(new > 0)
+    order, segments = find_segments(tables[active], lens64[active], new[active], spec, min_gain_bytes=min_gain_bytes)
+    order = active[order]
+    segments.table = active[segments.table]
+    if len(order) == num_rows:
+        sorted_rows = query_starts[order].astype(np.int64)
+    else:
+        sorted_rows = np.concatenate([np.arange(query_starts[i], query_starts[i + 1]) for i in order])
+    limits = np.maximum(lens64[row_seq] - row_back, 0)[sorted_rows]
+    tiles = cut_rows(segments, spec.group_size, limits)
+    merging = bool((~tiles.leaf).any())
+    chunks, starts, done = [], {}, 0
+    for height in TILE_ROWS:
+        own = np.flatnonzero(tiles.height == height)
+        if not len(own):
+            continue
+        own = own[np.lexsort((tiles.row0[own], -(tiles.end - tiles.begin)[own]))] if merging else own
+        programs = ctas_per_head(config_of(height), spec, device)
+        tile, first, last, program = cut_tokens((tiles.end - tiles.begin)[own], programs, merging=merging)
+        tile = own[tile]
+        to_end = tiles.leaf[tile] & (tiles.begin[tile] + last == tiles.end[tile])
+        stop = np.where(to_end, TO_THE_END, tiles.begin[tile] + last)
+        chunks.append((tiles.row0[tile], tiles.rows[tile], tiles.table[tile], tiles.begin[tile] + first, stop))
+        starts[height] = (program + done).astype(np.int32)
+        done += len(tile)
+    columns = [np.concatenate(c) for c in zip(*chunks, strict=True)] if chunks else [np.zeros(0, np.int64)] * 5
+    part, merge_rows, merge_starts, merge_parts, num_parts = merge_lists(columns[0], columns[1], num_rows)
+    items = np.zeros((done, RECORD), np.int32)
+    for i, column in enumerate([*columns, part]):
+        items[:, i] = column
+    lengths = segments.end - segments.begin
+    return Forest(
+        items, starts, sorted_rows.astype(np.int32), row_seq.astype(np.int32), row_back.astype(np.int32),
+        sorted_rows[merge_rows].astype(np.int32), merge_starts.astype(np.int32), merge_parts.astype(np.int32),
+        num_parts, int(lengths.sum()), growable=int(segments.leaf.sum()) == len(active),
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Launch decisions: a pure function from shape and device to configuration, over a shipped table.
+
+`tuning.json` is made by `bench/tune.py` on a card; where it has no entry for an architecture, its `default` list is used.
+Nothing is timed while serving.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+
+import torch
+
+from radixpool.kernels.spec import AttentionSpec
+
+TILE_ROWS = (16, 32, 64, 128)
+SHARED_MEMORY_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What launch decisions and plans need to know of a device. `arch` is the compute capability times ten."""
+
+    arch: int
+    num_sms: int
+    pdl: bool
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceInfo:
+        """Read a CUDA device; the CPU (interpreter) counts as a small one without dependent launches."""
+        if device.type != "cuda":
+            return cls(arch=90, num_sms=4, pdl=False)
+        p = torch.cuda.get_device_properties(device)
+        return cls(arch=p.major * 10 + p.minor, num_sms=p.multi_processor_count, pdl=p.major >= 9)
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one class of tiles runs.
+
+    `block_n` tokens a step, `num_warps`, `num_stages` of the load pipeline, `ctas_per_sm` resident programs the plan fills,
+    `split` runs whole tiles without masks first, `max_registers` 0: no cap.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int
+    split: bool = False
+    max_registers: int = 0
+
+
+def next_power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least `n` (n >= 1).
+
+    >>> [next_power_of_two(n) for n in (1, 3, 16, 80)]
+    [1, 4, 16, 128]
+    """
+    return 1 << (n - 1).bit_length()
+
+
+def tile_rows_for(rows: int) -> int:
+    """Return the tile height for a group of `rows` packed query rows.
+
+    >>> [tile_rows_for(n) for n in (1, 16, 17, 128, 1000)]
+    [16, 16, 32, 128, 128]
+    """
+    return next(t for t in TILE_ROWS if t >= rows or t == TILE_ROWS[-1])
+
+
+@functools.cache
+def tuning_table() -> dict[str, dict[str, dict[str, int | bool]]]:
+    """Return the shipped table: architecture -> "kv bytes/head dim/tile rows" -> TileConfig fields."""
+    text = resources.files("radixpool.kernels").joinpath("tuning.json").read_text()
+    table: dict[str, dict[str, dict[str, int | bool]]] = json.loads(text)["tiles"]
+    return table
+
+
+@functools.cache
+def tile_config(kv_bytes: int, head_dim: int, tile_rows: int, arch: int) -> TileConfig:
+    """Return the configuration of one class of tiles, made to fit the shared memory of `arch`."""
+    block_d = max(16, next_power_of_two(head_dim))
+    table = tuning_table()
+    entries = table.get(str(arch), table["default"])
+    found = entries.get(f"{kv_bytes}/{block_d}/{tile_rows}") or entries.get(f"{kv_bytes}/*/{tile_rows}")
+    config = TileConfig(**(found or table["default"][f"*/*/{tile_rows}"]))  # type: ignore[arg-type]
+    return fit_shared_memory(config, kv_bytes, block_d, tile_rows, SHARED_MEMORY_BYTES.get(arch, 99 * 1024))
+
+
+def fit_shared_memory(config: TileConfig, kv_bytes: int, block_d: int, tile_rows: int, limit: int) -> TileConfig:
+    """Return `config` with fewer stages, then narrower steps, until K, V and Q tiles fit into `limit` bytes."""
+    fields = {name: getattr(config, name) for name in TileConfig.__slots__}
+
+    def bytes_needed() -> int:
+        stage = int(fields["block_n"]) * block_d * 2 * kv_bytes
+        return stage * int(fields["num_stages"]) + tile_rows * (block_d + int(fields["block_n"])) * max(2, kv_bytes)
+
+    while bytes_needed() > limit and fields["num_stages"] > 2:
+        fields["num_stages"] -= 1
+    while bytes_needed() > limit and fields["block_n"] > 16:
+        fields["block_n"] //= 2
+    return TileConfig(**fields)
+
+
+def uses_pairs(spec: AttentionSpec, tile_rows: int, *, interpreted: bool) -> bool:
+    """Return whether fp8 KV is read as pairs (int16), which lets `ldmatrix` transpose it; narrow tiles on a GPU only."""
+    return (
+        spec.kv_dtype == torch.float8_e4m3fn and tile_rows < 64 and not interpreted
+        and spec.head_dim % 2 == 0 and spec.v_head_dim % 2 == 0 and min(spec.head_dim, spec.v_head_dim) >= 32
+    )  # fmt: skip
+
+
+def ctas_per_head(config: TileConfig, spec: AttentionSpec, device: DeviceInfo) -> int:
+    """Return how many programs per KV head fill the device once."""
+    return max(1, device.num_sms * config.ctas_per_sm // spec.num_kv_heads)

@@ -1,13 +1,14 @@
 """What the cache tells the outside so that its contents outlive the process.
 
 The cache does no I/O. Whoever wants it to survive a crash hands a `Persistence` to the constructor; the cache calls it
-**before** the change that the call describes, so that at every instant what is written is a safe subset of the truth:
+**before** the change that the call describes, so that at every instant what is recorded is a safe subset of the truth:
 
 * a block is recorded as stored before it becomes findable,
 * a record is cleared before its block leaves the tree, and so before the block can be handed out again,
 * a block is marked private before a sequence can write to it, and free only after the last possible write.
 
-A call may raise to refuse (a full disk). Then the cache must not have changed anything, and the error reaches the caller.
+Only `prepare` may refuse (a full disk), and it is called before an operation has changed anything. The others must not
+raise.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ BlockIds: TypeAlias = bytes | Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class Persistence(Protocol):
-    """Records block state changes; every method is called before the change and may raise to refuse it."""
+    """Records what becomes of blocks; every method is called before the change that it describes."""
+
+    def prepare(self, namespace: Namespace, media: bytes = b"") -> None:
+        """Make sure that blocks under these keys can be stored: the first step of a commit, and the only one to fail.
+
+        Raises:
+            RadixPoolError: they cannot be; the commit is refused and has changed nothing.
+
+        """
 
     def handed_out(self, blocks: BlockIds) -> None:
         """Note that free `blocks` become private to a sequence: from now on a worker may write to them."""
@@ -51,10 +60,13 @@ class Persistence(Protocol):
         """
 
     def touched(self, block: int, last_use: int) -> None:
-        """Note the recency of a path by its deepest tree block; ancestors are at least as recent as descendants."""
+        """Note the last use of a path at its deepest tree block; a restored ancestor counts as used when it was.
+
+        Called when a holder leaves, and when eviction shortens a path, for the block that is the deepest then.
+        """
 
     def removed(self, blocks: BlockIds) -> None:
-        """Clear the records of `blocks`, which are about to leave the tree. They are not free yet."""
+        """Clear the records of committed `blocks` that leave the tree while somebody still holds them."""
 
     def returned(self, blocks: BlockIds) -> None:
-        """Note that `blocks` become free: nobody can write to them until they are handed out again."""
+        """Clear the records of `blocks`, private or committed, that become free: nobody can touch them any more."""

@@ -36,6 +36,7 @@ class LooseBlocks:
         media: number of the media content under the block, 0 for none, `[n]`.
         last_uses: logical times; of a path only the deepest block need have the true one, `[n]`.
         tokens: token ids, uint32 `[n, block_size]`.
+
     """
 
     blocks: npt.NDArray[np.int32]
@@ -83,6 +84,7 @@ class RestorePlan:
         starts: index of each run's first block in `loose`.
         run_parents: number of the run that each run hangs on, -1 for a root's.
         dropped: ids of blocks that cannot be placed: orphans, second copies, and what hangs on either; int32.
+
     """
 
     loose: LooseBlocks
@@ -99,8 +101,8 @@ class RestorePlan:
         """Yield the runs, parents before children. O(1) each plus a copy of its tokens."""
         loose = self.loose
         stride = loose.tokens.shape[1] * 4
-        tokens = memoryview(np.ascontiguousarray(loose.tokens, dtype="<u4")).cast("B")
-        blocks = memoryview(np.ascontiguousarray(loose.blocks, dtype="<i4")).cast("B")
+        tokens = np.ascontiguousarray(loose.tokens, dtype="<u4").data.cast("B")
+        blocks = np.ascontiguousarray(loose.blocks, dtype="<i4").data.cast("B")
         starts = self.starts.tolist()
         stops = [*starts[1:], loose.blocks.size] if starts else []
         tails = np.asarray(stops, dtype=np.int64) - 1

@@ -1,0 +1,127 @@
+"""Read the records that a former life of the manager left, vectorised: 1,000,000 of them in a fraction of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from radixpool.radix.restore import ORPHAN, ROOT, LooseBlocks
+from radixpool.rpc.directory import layout
+from radixpool.rpc.directory.checksum import RowChecksum
+from radixpool.rpc.directory.errors import DirectoryDamaged
+from radixpool.rpc.directory.interned import NO_KEY
+from radixpool.rpc.directory.layout import NO_PARENT, BlockRecordState, Geometry
+
+_CHUNK_BLOCKS: Final = 16_384
+"""Rows looked at together: a chunk and what is computed from it fit into the processor's cache."""
+_FIELDS: Final = (
+    layout.GENERATION,
+    layout.PARENT,
+    layout.PARENT_GENERATION,
+    layout.NAMESPACE,
+    layout.POSITION,
+    layout.MEDIA,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanResult:
+    """What the records say.
+
+    Attributes:
+        loose: the blocks with valid records, in order of block id. A block whose parent's record is missing, invalid or
+            of another generation is an orphan.
+        keys: the namespaces (encoded) and media keys behind the numbers.
+        private: blocks that a sequence of the former life may have been writing to, int32.
+        torn: blocks whose record is neither valid nor says that the block was free or private, int32.
+    """
+
+    loose: LooseBlocks
+    keys: Mapping[int, bytes]
+    private: npt.NDArray[np.int32]
+    torn: npt.NDArray[np.int32]
+
+
+def scan_records(
+    words: npt.NDArray[np.uint32], checksum: RowChecksum, keys: Mapping[int, bytes], geometry: Geometry
+) -> ScanResult:
+    """Check every record and link the valid ones. O(num_blocks), vectorised.
+
+    Raises DirectoryDamaged when valid records name a namespace or media key that the log beside them does not have.
+    """
+    states = words[:, layout.STATE]
+    committed = np.flatnonzero(states == BlockRecordState.COMMITTED)
+    fields = np.empty((len(_FIELDS), committed.size), dtype=np.uint32)
+    last_uses = np.empty(committed.size, dtype=np.uint64)
+    tokens = np.empty((committed.size, geometry.block_size), dtype=np.uint32)
+    whole = np.empty(committed.size, dtype=bool)
+    for start in range(0, committed.size, _CHUNK_BLOCKS):
+        here = slice(start, start + _CHUNK_BLOCKS)
+        rows = words[committed[here]]
+        last_uses[here] = wide(rows, layout.LAST_USE)
+        whole[here] = checksum.of(rows) == wide(rows, layout.CHECKSUM)
+        whole[here] &= rows[:, layout.BLOCK] == committed[here]
+        fields[:, here] = rows[:, _FIELDS].T
+        tokens[here] = rows[:, layout.TOKENS : layout.TOKENS + geometry.block_size]
+    torn = committed[~whole]
+    if torn.size:
+        committed, fields, last_uses, tokens = committed[whole], fields[:, whole], last_uses[whole], tokens[whole]
+    generations, parents, parent_generations, namespaces, positions, media = fields
+    _check_keys(np.unique(np.concatenate((np.unique(namespaces), np.unique(media)))), keys)
+    unknown = np.flatnonzero(~np.isin(states, [int(state) for state in BlockRecordState]))
+    loose = LooseBlocks(
+        blocks=committed.astype(np.int32),
+        parents=_link(committed, generations, parents, parent_generations, namespaces, positions),
+        positions=positions,
+        namespaces=namespaces,
+        media=media,
+        last_uses=last_uses,
+        tokens=tokens,
+    )
+    private = np.flatnonzero(states == BlockRecordState.PRIVATE)
+    torn = np.sort(np.concatenate((torn, unknown)))
+    return ScanResult(loose, keys, private.astype(np.int32), torn.astype(np.int32))
+
+
+def _check_keys(numbers: npt.NDArray[np.uint32], keys: Mapping[int, bytes]) -> None:
+    missing = [number for number in numbers.tolist() if number != NO_KEY and number not in keys]
+    if missing:
+        raise DirectoryDamaged(f"valid records name {len(missing)} keys that the log does not have: {missing[:8]}")
+
+
+def _link(
+    ids: npt.NDArray[np.int64],
+    generations: npt.NDArray[np.uint32],
+    parents: npt.NDArray[np.uint32],
+    parent_generations: npt.NDArray[np.uint32],
+    namespaces: npt.NDArray[np.uint32],
+    positions: npt.NDArray[np.uint32],
+) -> npt.NDArray[np.int64]:
+    """Return the index of each record's parent. A link counts only if the parent agrees with it in every respect.
+
+    Positions rise by one along a link, so that links cannot form a ring.
+    """
+    if not ids.size:
+        return ids
+    is_root = (parents == NO_PARENT) & (positions == 0)
+    index = np.searchsorted(ids, parents)
+    index[index == ids.size] = 0
+    agrees = (
+        (ids[index] == parents)
+        & (generations[index] == parent_generations)
+        & (namespaces[index] == namespaces)
+        & (positions[index] == positions - 1)
+        & (positions != 0)
+    )
+    links = np.where(agrees, index, ORPHAN)
+    links[is_root] = ROOT
+    return links
+
+
+def wide(rows: npt.NDArray[np.uint32], first_word: int) -> npt.NDArray[np.uint64]:
+    """View two words of each row as one 64-bit number."""
+    return rows[:, first_word : first_word + 2].view("<u8")[:, 0]

@@ -71,7 +71,7 @@ class Node(Run):
                 chain.append(node)
                 node = node.parent
             for node in reversed(chain):
-                before = (node.parent.identities() or [node.parent._origin()])[-1]
+                before = node.parent.identity(node.parent.num_blocks - 1)
                 node.origin = blake2b(before + node.media, digest_size=8).digest() if node.media else before
         assert self.origin is not None
         return self.origin

@@ -36,7 +36,7 @@ class ARC(SegmentedPolicy):
         """Put a run that came back among those used often and move the border. O(log n) and one identity."""
         segment = _ONCE
         if run.data is None and (len(self.ghosts[_ONCE]) or len(self.ghosts[_OFTEN])):
-            segment = self._welcome(run.identities()[0])
+            segment = self._welcome(run.identity(0))
         self._enter(run, num_new, segment)
         self._trim()
 
@@ -51,7 +51,7 @@ class ARC(SegmentedPolicy):
 
     def evicted(self, run: Run, num_blocks: int) -> None:
         """Remember what goes in the ghost list of its LRU. One identity."""
-        self.ghosts[run.data.segment].add(run.identities()[-num_blocks], num_blocks)
+        self.ghosts[run.data.segment].add(run.identity(run.num_blocks - num_blocks), num_blocks)
         super().evicted(run, num_blocks)
 
     def _welcome(self, identity: bytes) -> int:

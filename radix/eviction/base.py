@@ -14,7 +14,7 @@ Calls the cache makes, for one run, in this order::
     | evicted(run, n) )*        victim() chose it and n blocks of its tail are about to go; while still a candidate
     dropped(run)                it leaves the tree for good: after remove() if all of it was evicted, or by a flush
 
-A policy reads `run.num_blocks`, `run.start`, `run.end`, `run.last_use`, `run.priority` and `run.identities()`, writes
+A policy reads `run.num_blocks`, `run.start`, `run.end`, `run.last_use`, `run.priority` and `run.identity()`, writes
 `run.prev`, `run.next` and `run.data`, which are its own, and touches nothing else. All times are ticks of the cache's
 logical clock: a policy never reads a wall clock or an unseeded random source, so replicas choose the same victims.
 
@@ -69,17 +69,17 @@ class Run:
         """Number of blocks before the run on its path: its depth. O(1)."""
         return self.end - (len(self.blocks) >> 2)
 
-    def identities(self) -> list[bytes]:
-        """Return an 8-byte digest per block that names its content and everything before it, for ghost entries.
+    def identity(self, index: int) -> bytes:
+        """Return an 8-byte digest of the run's block `index` and everything before it, for ghost entries.
 
-        Equal content gives equal digests in every process and under every way of splitting a path. O(num_blocks) after
-        the first call on a path. Digests steer a policy's guesses only; a hit is always compared token by token.
+        Equal content gives equal digests in every process and under every way of splitting a path; index -1 is the
+        digest of what lies before the run. O(index) after the first call on a path. Digests steer a policy's guesses
+        only; a hit is always compared token by token.
         """
-        digest, out, stride = self._origin(), [], self.stride
-        for pos in range(0, len(self.key), stride):
-            digest = blake2b(digest + self.key[pos : pos + stride], digest_size=8).digest()
-            out.append(digest)
-        return out
+        digest, key, stride = self._origin(), self.key, self.stride
+        for pos in range(0, (index + 1) * stride, stride):
+            digest = blake2b(digest + key[pos : pos + stride], digest_size=8).digest()
+        return digest
 
     def _origin(self) -> bytes:
         """Return the digest of everything before the run."""

@@ -47,7 +47,7 @@ class S3FIFO(SegmentedPolicy):
 
     def inserted(self, run: Run, num_new: int) -> None:
         """Put a run that came back into the main queue, any other into the small one. O(log n) and one identity."""
-        known = run.data is None and len(self.ghosts) and self.ghosts.pop(run.identities()[0])
+        known = run.data is None and len(self.ghosts) and self.ghosts.pop(run.identity(0))
         self._enter(run, num_new, _MAIN if known else _SMALL)
         self.ghosts.trim()
 
@@ -75,5 +75,5 @@ class S3FIFO(SegmentedPolicy):
     def evicted(self, run: Run, num_blocks: int) -> None:
         """Remember what leaves the small queue. One identity."""
         if run.data.segment == _SMALL:
-            self.ghosts.add(run.identities()[-num_blocks], num_blocks)
+            self.ghosts.add(run.identity(run.num_blocks - num_blocks), num_blocks)
         super().evicted(run, num_blocks)

@@ -31,7 +31,8 @@ class Sieve(EvictionPolicy):
         super().__init__(capacity)
         self._queue: Any = SortedList()  # candidates by arrival
         self._arrivals = 0
-        self._hand = 0  # the arrival number where the hand goes on
+        self._hand = 0  # arrival number of the last victim, where the hand goes on if some of it is left
+        self._after = 0  # arrival number of the candidate after it then; 0 is back to the oldest
 
     def inserted(self, run: Run, num_new: int) -> None:
         """Put the run at the newest end, not visited. O(1)."""
@@ -58,16 +59,18 @@ class Sieve(EvictionPolicy):
         if not queue:
             return None
         index = queue.bisect_left((self._hand,))
+        if index == len(queue) or queue[index][0] != self._hand:
+            index = queue.bisect_left((self._after,))
         while True:
             if index == len(queue):
                 index = 0
             arrival, run = queue[index]
+            index += 1
             if not run.next:
-                self._hand = arrival
+                self._hand, self._after = arrival, queue[index][0] if index < len(queue) else 0
                 victim: Run = run
                 return victim
             run.next = False
-            index += 1
 
     def split(self, upper: Run, lower: Run) -> None:
         """Give `upper` the place and the bit of `lower`. O(1)."""

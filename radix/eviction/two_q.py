@@ -41,7 +41,7 @@ class TwoQ(SegmentedPolicy):
 
     def inserted(self, run: Run, num_new: int) -> None:
         """Put a run that came back into the LRU, any other into the FIFO. O(log n) and one identity."""
-        known = run.data is None and len(self.ghosts) and self.ghosts.pop(run.identities()[0])
+        known = run.data is None and len(self.ghosts) and self.ghosts.pop(run.identity(0))
         self._enter(run, num_new, _MAIN if known else _NEW)
         self.ghosts.trim()
 
@@ -59,5 +59,5 @@ class TwoQ(SegmentedPolicy):
     def evicted(self, run: Run, num_blocks: int) -> None:
         """Remember what leaves the FIFO. One identity."""
         if run.data.segment == _NEW:
-            self.ghosts.add(run.identities()[-num_blocks], num_blocks)
+            self.ghosts.add(run.identity(run.num_blocks - num_blocks), num_blocks)
         super().evicted(run, num_blocks)

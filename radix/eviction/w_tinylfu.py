@@ -84,7 +84,7 @@ class WTinyLFU(SegmentedPolicy):
 
     def inserted(self, run: Run, num_new: int) -> None:
         """Put the run into the window, with the count it had when it was last evicted. O(log n) and one identity."""
-        known = 0 if run.data is not None or not self._pressed else self._sketch.estimate(run.identities()[0])
+        known = 0 if run.data is not None or not self._pressed else self._sketch.estimate(run.identity(0))
         first = run.data is None
         self._enter(run, num_new, _WINDOW)
         if first:
@@ -125,7 +125,7 @@ class WTinyLFU(SegmentedPolicy):
 
     def evicted(self, run: Run, num_blocks: int) -> None:
         """Remember the uses of what goes. One identity."""
-        self._sketch.remember(run.identities()[-num_blocks], self._uses(run.data))
+        self._sketch.remember(run.identity(run.num_blocks - num_blocks), self._uses(run.data))
         super().evicted(run, num_blocks)
 
     def _count(self, num_blocks: int) -> None:

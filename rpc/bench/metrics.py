@@ -151,20 +151,18 @@ def equal_capacity(curve: npt.NDArray[np.int64] | None, hits: int) -> int | None
 
 @dataclass(frozen=True, slots=True)
 class OverTime:
-    """The hit ratio in equal slices of the trace's time: slice ends in seconds, ratios (NaN where nothing came)."""
+    """The hit ratio in slices of equally many requests: their ends in seconds (or requests, without times), ratios."""
 
-    seconds: npt.NDArray[np.float64]
+    ends: npt.NDArray[np.float64]
     hit_ratio: npt.NDArray[np.float64]
 
 
-def over_time(trace: Trace, hits: npt.NDArray[np.int32], *, slices: int = 60) -> OverTime:
-    """Return the hit ratio of each of `slices` slices of time, or of the requests when none has a time; O(requests)."""
-    span = float(trace.arrival_ms.max(initial=0.0))
-    clock = trace.arrival_ms if span else np.arange(trace.num_requests, dtype=float)
-    end = (span or float(trace.num_requests - 1)) or 1.0
-    index = np.minimum((clock / end * slices).astype(int), slices - 1)
-    refs = np.bincount(index, weights=trace.prompt_blocks, minlength=slices)
-    hit = np.bincount(index, weights=hits, minlength=slices)
-    ratio = np.divide(hit, refs, out=np.full(slices, np.nan), where=refs > 0)
-    ends = np.arange(1, slices + 1, dtype=np.float64) * (end / slices) / (1e3 if span else 1.0)
-    return OverTime(ends, ratio.astype(np.float64))
+def over_time(trace: Trace, hits: npt.NDArray[np.int32], *, slices: int = 30) -> OverTime:
+    """Return the hit ratio of each of at most `slices` slices of the trace; O(requests)."""
+    bounds = np.unique(np.linspace(0, trace.num_requests, slices + 1).astype(int))
+    refs = np.add.reduceat(trace.prompt_blocks.astype(np.int64), bounds[:-1])
+    hit = np.add.reduceat(hits.astype(np.int64), bounds[:-1])
+    ratio = np.divide(hit, refs, out=np.zeros(len(refs)), where=refs > 0)
+    last = bounds[1:] - 1
+    ends = trace.arrival_ms[last] / 1e3 if trace.arrival_ms[-1] > 0 else (last + 1).astype(np.float64)
+    return OverTime(ends, ratio)

@@ -6,7 +6,7 @@
 | qwen | as mooncake with `chat_id`, `parent_chat_id`; `timestamp` in s, 16-token blocks |
 | tokens | `tokens` or `prompt_token_ids`, optional list `output_tokens` or `output_token_ids` |
 | text | `text`, `prompt` or `input` (and `output` or `completion`), turned into tokens by a tokenizer, or bytes |
-| messages | `messages` or `traj`: role/content lists; every assistant message is one request for what stands before it |
+| messages | `messages` or `traj`: role/content lists; each assistant message is a request for what stands before it |
 | events | KV-cache events as vLLM publishes them, singly or in batches (`readers_events`) |
 
 A damaged line is named and skipped, or raises with `on_damage="stop"`.

@@ -32,7 +32,7 @@ class EngineLimits:
     token_budget: int = 256
     reserve_tokens: int = 64
     max_running: int = 64
-    max_waiting: int = 1024
+    max_waiting: int = 256
     retry_interval_s: float = 0.05
     stall_timeout_s: float = 30.0
 

@@ -49,7 +49,7 @@ class WorkerOptions:
     token_budget: int = 256
     reserve_tokens: int = 64
     max_running: int = 64
-    max_waiting: int = 1024
+    max_waiting: int = 256
     connect_timeout_s: float = 60.0
     stop: threading.Event = field(default_factory=threading.Event)
 

@@ -1,0 +1,86 @@
+"""`radixpool worker`."""
+
+from __future__ import annotations
+
+import click
+
+from radixpool.rpc.cli.options import address_option, usage_errors
+from radixpool.rpc.cli.running import announce, log_to_stderr, ready_fd_option, stop_on_signals
+from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model
+
+
+@click.command(name="worker")
+@click.option(
+    "--model",
+    default=DEFAULT_MODEL,
+    show_default=True,
+    help="A known name, a .gguf file, or a directory with config.json and safetensors (Llama family).",
+)
+@click.option("--listen", default="127.0.0.1:0", show_default=True, help="unix:/path or HOST:PORT; port 0: a free one.")
+@click.option("--name", default="worker", show_default=True, help="Shown to operators.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads for the model.")
+@click.option(
+    "--token-budget",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="New tokens in one forward pass. More speeds prompts up and makes running answers wait longer.",
+)
+@click.option(
+    "--reserve-tokens",
+    type=click.IntRange(0),
+    default=64,
+    show_default=True,
+    help="Room that a request gets ahead of its answer.",
+)
+@click.option("--max-running", type=click.IntRange(1), default=64, show_default=True, help="Requests in one batch.")
+@click.option("--max-waiting", type=click.IntRange(0), default=256, show_default=True, help="Requests in the queue.")
+@address_option
+@ready_fd_option
+def command(
+    address: str,
+    model: str,
+    listen: str,
+    name: str,
+    threads: int,
+    token_budget: int,
+    reserve_tokens: int,
+    max_running: int,
+    max_waiting: int,
+    ready_fd: int | None,
+) -> None:
+    """Run a language model over the pool.
+
+    Attaches to the pool that is registered with the manager at --address, loads the model, and serves Generate:
+    continuous batching, prompts computed in chunks and only where they are not cached, the KV in shared blocks. Several
+    workers of one pool use what any of them has computed; one that is killed loses nothing of it.
+
+    \b
+    Example, with a manager and a pool running:
+      radixpool worker --model smollm2 --listen 127.0.0.1:7400
+    """
+    log_to_stderr()
+    source = find_model(model)
+    try:
+        import torch
+
+        from radixpool.rpc.worker.process import WorkerOptions, run_worker
+    except ImportError as error:
+        raise click.ClickException(f"a worker needs {error.name}: pip install 'radixpool[worker]'") from error
+    torch.set_num_threads(threads)
+    with usage_errors():
+        options = WorkerOptions(
+            manager=address,
+            listen=listen,
+            name=name,
+            token_budget=token_budget,
+            reserve_tokens=reserve_tokens,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            stop=stop_on_signals(),
+        )
+        run_worker(source, options, on_ready=lambda at: announce(_ready(source.name, at), at, ready_fd=ready_fd))
+
+
+def _ready(model: str, address: str) -> str:
+    return f"radixpool worker ready on {address} ({model})"

@@ -2,15 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.installed
-STEPS ?= 20000
-SEEDS ?= 1000
 ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types protos bench clean
+.PHONY: help setup run test check lint types cover model sim protos bench bench-policies clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -41,11 +39,23 @@ lint: $(SETUP)
 types: $(SETUP)
 	$(BIN)/mypy
 
+cover: $(SETUP)  ## branch coverage of radix/
+	$(BIN)/python -m pytest tests/radix tests/model -n 2 --cov=radixpool.radix --cov-branch --cov-report=term-missing:skip-covered
+
+model: $(SETUP)  ## the cache against an independent oracle, step by step (STEPS=1000000)
+	STEPS=$(or $(STEPS),100000) $(BIN)/python -m pytest tests/model -q -p no:cacheprovider --timeout=0
+
+sim: $(SETUP)  ## seeded simulation of clients, workers and failures (SEEDS=10000)
+	SEEDS=$(or $(SEEDS),10000) $(BIN)/python -m pytest tests/radix/test_simulator.py -q --timeout=0
+
 protos: $(SETUP)  ## regenerate src/radixpool/v1 from protos/
 	$(BIN)/python scripts/protos.py
 
 bench: $(SETUP)  ## speed of the tree on this machine (ARGS="--help" for options)
 	$(BIN)/python bench/tree.py $(ARGS)
+
+bench-policies: $(SETUP)  ## every eviction policy on the real traces, with plots
+	$(BIN)/python bench/policies.py $(ARGS)
 
 clean:  ## remove everything that make made
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist out src/*.egg-info

@@ -41,6 +41,11 @@ def _optional_int(metadata: Metadata, field: str) -> int | None:
     return int(metadata[field]) if field in metadata else None
 
 
+def _sequence_name(text: str) -> int | str:
+    """Return a sequence id as the number that it was; a handle's fingerprint stays text."""
+    return int(text) if text.isdecimal() else text
+
+
 TABLE: Final = (
     WireError(
         radix_errors.PoolExhausted,
@@ -82,7 +87,7 @@ TABLE: Final = (
         _Code.NOT_FOUND,
         "UNKNOWN_SEQUENCE",
         ("handle",),
-        lambda data: radix_errors.UnknownSequence(data["handle"]),
+        lambda data: radix_errors.UnknownSequence(_sequence_name(data["handle"])),
     ),
     WireError(
         radix_errors.UnknownPin,
@@ -113,6 +118,8 @@ TABLE: Final = (
     WireError(rpc_errors.PoolMismatch, _Code.FAILED_PRECONDITION, "POOL_MISMATCH"),
     WireError(rpc_errors.PoolUnavailable, _Code.FAILED_PRECONDITION, "POOL_UNAVAILABLE"),
     WireError(rpc_errors.ManagerUnavailable, _Code.UNAVAILABLE, "UNAVAILABLE"),
+    WireError(rpc_errors.Unauthenticated, _Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    WireError(rpc_errors.PermissionDenied, _Code.PERMISSION_DENIED, "PERMISSION_DENIED"),
     WireError(ValueError, _Code.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
     WireError(TypeError, _Code.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
     WireError(radix_errors.RadixPoolError, _Code.INTERNAL, "INTERNAL"),

@@ -43,16 +43,20 @@ class Listener:
             with _private_files():
                 port = _add_port(server, self._requested, credentials)
         except RuntimeError as error:
-            self.close()
+            self._unlock()
             raise AddressUnavailable(f"cannot listen on {self._requested.target}: {error}") from None
         if isinstance(self._requested, TcpAddress):
             self.address = TcpAddress(self._requested.host, port).target
 
     def close(self) -> None:
         """Remove the socket and its lock file. A second close does nothing."""
+        if self._lock_fd is not None and isinstance(self._requested, UnixAddress):
+            Path(self._requested.path).unlink(missing_ok=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock_fd is None or not isinstance(self._requested, UnixAddress):
             return
-        Path(self._requested.path).unlink(missing_ok=True)
         # Removed while still locked: whoever waits for this very file notices and takes the new one.
         Path(f"{self._requested.path}.lock").unlink(missing_ok=True)
         os.close(self._lock_fd)

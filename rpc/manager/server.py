@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from radixpool.rpc import limits
+from radixpool.rpc.address import parse_address
 from radixpool.rpc.manager.admin_service import AdminService
 from radixpool.rpc.manager.cache_service import CacheService
 from radixpool.rpc.manager.engine import Engine
@@ -58,6 +59,8 @@ class ManagerServer:
         interceptors: Sequence[grpc.ServerInterceptor[Any, Any]] = (),
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
+        if credentials is None and not parse_address(options.listen).is_local:
+            raise ValueError(f"listen: {options.listen!r} can be reached from other machines, which needs mutual TLS")
         self.engine = Engine(options)
         self._credentials = credentials
         self._listener = Listener(options.listen)

@@ -1,0 +1,137 @@
+"""The commands that look into a manager: tables, JSON, exit codes, help."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from radixpool.radix import InvariantViolation, Namespace
+from radixpool.rpc.cli import main
+
+
+@pytest.fixture
+def invoke(server):
+    def run(*arguments: str):
+        return CliRunner(env={"COLUMNS": "200", "RADIXPOOL_ADDRESS": server.address}).invoke(main, arguments)
+
+    return run
+
+
+@pytest.fixture
+def busy(client):
+    """Two branches under one prefix, one of them held, in a namespace with a salt."""
+    namespace = Namespace(model="llama", tenant="acme", cache_salt="pepper")
+    with client.acquire([1, 2, 3, 4, 5, 6, 7, 8, 9], namespace=namespace) as seq:
+        seq.commit(9)
+    seq = client.acquire([1, 2, 3, 4, 21, 22, 23, 24, 25], namespace=namespace)
+    seq.commit(9)
+    return seq
+
+
+def test_stats(invoke, busy):
+    table = invoke("stats")
+    assert table.exit_code == 0
+    assert "64 blocks of 4 tokens" in table.stdout
+    assert "22.2% (4 of 18 tokens)" in table.stdout
+    document = json.loads(invoke("stats", "--json").stdout)
+    assert document["cache"]["held_blocks"] == 3
+    assert document["cache"]["cached_blocks"] == 1
+    assert document["service"]["num_clients"] == 1
+
+
+def test_inspect_tree(invoke, busy):
+    lines = invoke("inspect", "tree").stdout.splitlines()
+    assert lines[0].startswith("model=llama tenant=acme cache_salt=hash:")
+    assert lines[1].startswith("└── held 4 tokens from 0, 1 block: 0; holders 1")
+    assert lines[2].startswith("    ├── cached 4 tokens from 4, 1 block: 1; holders 0")
+    assert lines[3].startswith("    └── held 4 tokens from 4, 1 block: ")
+    document = json.loads(invoke("inspect", "tree", "--json").stdout)
+    assert [node["level"] for node in document["nodes"]] == [0, 1, 1]
+    assert {node["state"] for node in document["nodes"]} == {"held", "cached"}
+    assert "… 1 of 3 nodes shown" in invoke("inspect", "tree", "--max-nodes", "1").stdout
+
+
+def test_inspect_an_empty_tree(invoke):
+    assert invoke("inspect", "tree").stdout == "the tree is empty: nothing is committed\n"
+
+
+def test_inspect_block(invoke, busy):
+    block = busy.block_table[1]
+    assert "llama" in invoke("inspect", "block", str(block)).stdout
+    document = json.loads(invoke("inspect", "block", str(block), "--json").stdout)
+    assert (document["state"], document["findable"], document["block_index"]) == ("held", True, 1)
+    assert [holder["client_name"] for holder in document["holders"]] == ["test"]
+    assert json.loads(invoke("inspect", "block", "63", "--json").stdout)["state"] == "free"
+
+
+def test_inspect_sequence(invoke, busy):
+    assert "test" in invoke("inspect", "sequence").stdout
+    (listed,) = json.loads(invoke("inspect", "sequence", "--json").stdout)["sequences"]
+    by_number = json.loads(invoke("inspect", "sequence", str(listed["sequence_id"]), "--json").stdout)
+    by_handle = json.loads(invoke("inspect", "sequence", busy.handle.hex(), "--json").stdout)
+    assert by_number == by_handle
+    assert by_number["block_table"] == busy.block_table.tolist()
+    assert "block table" in invoke("inspect", "sequence", str(listed["sequence_id"])).stdout
+
+
+def test_inspect_clients(invoke, busy):
+    assert "frontend" in invoke("inspect", "clients").stdout
+    (listed,) = json.loads(invoke("inspect", "clients", "--json").stdout)
+    assert (listed["name"], listed["num_sequences"]) == ("test", 1)
+
+
+def test_salts_and_tokens_are_never_shown(invoke, busy):
+    for command in (["tree"], ["sequence"], ["block", "0"], ["clients"]):
+        for form in ([], ["--json"]):
+            assert "pepper" not in invoke("inspect", *command, *form).output
+
+
+def test_check(invoke, server, monkeypatch):
+    assert "all invariants hold" in invoke("check").stdout
+    assert json.loads(invoke("check", "--json").stdout)["violations"] == []
+
+    def violated() -> None:
+        raise InvariantViolation("one block too many")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "check", violated)
+        result = invoke("check")
+    assert result.exit_code == 1
+    assert "one block too many" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["inspect", "block", "64"], 2, "block_id must be from 0 to 63, got 64"),
+        (["inspect", "block", "x"], 2, "'x' is not a valid integer"),
+        (["inspect", "sequence", "zz"], 2, "SEQUENCE_ID must be a number or a handle of 32 hex digits, got 'zz'"),
+        (["inspect", "sequence", "4711"], 1, "unknown sequence 4711"),
+        (["inspect", "tree", "--max-nodes", "0"], 2, "0 is not in the range"),
+        (["stats", "--address", "unix:/nonexistent/m.sock"], 3, "nobody answers at unix:/nonexistent/m.sock"),
+        (["stats", "--address", "nowhere"], 2, "address must be unix:/path or HOST:PORT, got 'nowhere'"),
+        (["conjure"], 2, "No such command"),
+    ],
+)
+def test_exit_codes(invoke, arguments, code, message):
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert message in result.stderr
+
+
+def test_help_teaches(invoke):
+    text = invoke("--help").stdout
+    for word in ("serve", "pool", "worker", "demo", "stats", "inspect", "check", "bench", "Exit codes"):
+        assert word in text
+    for command in (
+        ["serve"],
+        ["stats"],
+        ["check"],
+        ["inspect"],
+        *(["inspect", n] for n in ("tree", "block", "sequence")),
+    ):
+        shown = invoke(*command, "--help")
+        assert shown.exit_code == 0
+        assert len(shown.stdout) > 300

@@ -4,13 +4,16 @@
 
     RadixPoolError
     ├── Fenced                 the caller's epoch is over: register again
+    ├── ReplyExpired           a request was repeated whose first reply is no longer known
     ├── LimitExceeded          too many clients, sequences or streams
     ├── ManagerUnavailable     nobody answers at the address, or not in time
     ├── AddressInUse           another process serves the address
     ├── AddressUnavailable     the address cannot be listened on
     ├── PoolMismatch           the pool is not what was expected; names the field
     ├── PoolUnavailable        no pool holder is registered
-    └── ProtocolError          the peer's answer makes no sense: versions differ
+    ├── Unauthenticated        no credential, or one that does not count
+├── PermissionDenied       a known caller asked for what its role or tenant does not allow
+└── ProtocolError          the peer's answer makes no sense: versions differ
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ from radixpool.radix.errors import RadixPoolError
 
 class Fenced(RadixPoolError):
     """The client's epoch is over: its lease expired, it registered again, or the manager restarted."""
+
+
+class ReplyExpired(RadixPoolError):
+    """A request was sent again after its first reply was acknowledged or became too old; it was not run again."""
 
 
 class LimitExceeded(RadixPoolError):
@@ -48,3 +55,11 @@ class PoolUnavailable(RadixPoolError):
 
 class ProtocolError(RadixPoolError):
     """The peer sent something that this version does not understand."""
+
+
+class Unauthenticated(RadixPoolError):
+    """No credential was presented, or one that does not count; the message never repeats it."""
+
+
+class PermissionDenied(RadixPoolError):
+    """The caller is known, and its role or tenant does not allow what it asked for."""

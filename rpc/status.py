@@ -114,6 +114,7 @@ TABLE: Final = (
     ),
     WireError(radix_errors.InvariantViolation, _Code.INTERNAL, "INVARIANT_VIOLATION"),
     WireError(rpc_errors.Fenced, _Code.ABORTED, "FENCED"),
+    WireError(rpc_errors.ReplyExpired, _Code.FAILED_PRECONDITION, "REPLY_EXPIRED"),
     WireError(rpc_errors.LimitExceeded, _Code.RESOURCE_EXHAUSTED, "LIMIT_EXCEEDED"),
     WireError(rpc_errors.PoolMismatch, _Code.FAILED_PRECONDITION, "POOL_MISMATCH"),
     WireError(rpc_errors.PoolUnavailable, _Code.FAILED_PRECONDITION, "POOL_UNAVAILABLE"),

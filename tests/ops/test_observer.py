@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,8 +133,6 @@ def test_stream_messages_are_timed_and_the_stream_is_counted(serve: Callable[...
 def test_a_stream_that_its_client_drops_is_closed_in_the_metrics(
     serve: Callable[..., grpc.Channel], watch: Watch
 ) -> None:
-    import threading
-
     ended = threading.Event()
 
     def session(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
@@ -153,11 +153,12 @@ def test_a_stream_that_its_client_drops_is_closed_in_the_metrics(
     assert ended.wait(10)
     hold.set()
     labels = {"service": CACHE, "method": "Session"}
-    for _ in range(200):
-        if watch.registry.get_sample_value("radixpool_rpc_open_streams", labels) == 0:
-            break
-        threading.Event().wait(0.02)
-    assert watch.registry.get_sample_value("radixpool_rpc_streams_total", {**labels, "code": "CANCELLED"}) == 1
+    sample, ended_so = watch.registry.get_sample_value, {**labels, "code": "CANCELLED"}
+    deadline = time.monotonic() + 10
+    while sample("radixpool_rpc_streams_total", ended_so) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sample("radixpool_rpc_streams_total", ended_so) == 1
+    assert sample("radixpool_rpc_open_streams", labels) == 0
 
 
 def test_a_flood_of_refusals_does_not_flood_the_log(serve: Callable[..., grpc.Channel], watch: Watch) -> None:

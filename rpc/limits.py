@@ -36,6 +36,12 @@ DEFAULT_INSPECTED: Final = 1000
 """Nodes or sequences in one answer of an inspection, when the request names no number."""
 MAX_INSPECTED: Final = 10_000
 
+REPLY_RETENTION_S: Final = 60.0
+"""How long a reply is kept for a request that is sent again, unless the client acknowledges it earlier."""
+MAX_REPLY_BYTES: Final = 32 << 20
+"""All kept replies together, each with its share of bookkeeping."""
+KEPT_REPLY_OVERHEAD_BYTES: Final = 1024
+
 MIN_LEASE_TTL_MS: Final = 100
 DEFAULT_LEASE_TTL_MS: Final = 10_000
 MAX_LEASE_TTL_MS: Final = 3_600_000

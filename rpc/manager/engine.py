@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from radixpool.radix import RadixCache
-from radixpool.radix.errors import InvariantViolation
+from radixpool.radix.errors import InvariantViolation, RadixPoolError
 from radixpool.rpc import limits
 from radixpool.rpc.errors import Fenced, LimitExceeded
 from radixpool.rpc.manager.handles import HandleTable
@@ -22,6 +22,7 @@ from radixpool.rpc.manager.leases import Lease, LeaseTable
 from radixpool.rpc.manager.operations import Operations
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.rpc.manager.pools import PoolRegistry
+from radixpool.rpc.manager.replies import ReplyCache
 from radixpool.v1 import cache_pb2, common_pb2, pool_pb2
 
 
@@ -53,6 +54,7 @@ class Engine:
         # Epochs count up over all lives of the manager, so that one of an earlier life never matches.
         self.leases = LeaseTable(ttl_s=options.lease_ttl_ms / 1000, clock=clock, first_epoch=self.incarnation)
         self.pools = PoolRegistry(num_blocks=options.num_blocks, block_size=options.block_size)
+        self.replies = ReplyCache(clock)
         self._dying: deque[Lease] = deque()
         self._start_cache()
 
@@ -65,10 +67,7 @@ class Engine:
 
     def run(self, kind: str, request: Any, reply: Any) -> None:
         """Run one operation under the header of its own request and fill `reply`. Raises what the operation raises."""
-        with self.lock:
-            lease = self._admit(request.header)
-            self.operations.handlers[kind](lease, request, reply)
-            self.stamp(reply.header)
+        self._run_once(request.header, reply, lambda lease: self.operations.handlers[kind](lease, request, reply))
 
     def run_batch(
         self,
@@ -79,11 +78,34 @@ class Engine:
         count = len(request.operations)
         if count > limits.MAX_BATCH_OPERATIONS:
             raise ValueError(f"operations: the limit is {limits.MAX_BATCH_OPERATIONS}, got {count}")
+        self._run_once(request.header, reply, lambda lease: self.operations.run_all(lease, request, reply))
+
+    def _run_once(self, header: common_pb2.RequestHeader, reply: Any, act: Callable[[Lease], None]) -> None:
+        """Admit, then `act` and keep the outcome; a request that was here before gets its first outcome instead."""
         with self.lock:
-            lease = self._admit(request.header)
-            for operation in request.operations:
-                self.operations.run(lease, operation, reply.results.add())
-            self.stamp(reply.header)
+            lease = self._admit(header)
+            if not header.request_id:
+                act(lease)
+                self.stamp(reply.header)
+                return
+            outcome = self.replies.find(lease, header)
+            if outcome is None:
+                outcome = self._outcome(reply, lease, act)
+                self.replies.keep(lease, header.request_id, outcome)
+            elif isinstance(outcome, type(reply)):
+                reply.CopyFrom(outcome)
+            elif not isinstance(outcome, Exception):
+                raise ValueError(f"request_id {header.request_id} belongs to an earlier request of another kind")
+            if isinstance(outcome, Exception):
+                raise outcome.with_traceback(None)
+
+    def _outcome(self, reply: Any, lease: Lease, act: Callable[[Lease], None]) -> Any:
+        try:
+            act(lease)
+        except (RadixPoolError, ValueError, TypeError) as error:
+            return error
+        self.stamp(reply.header)
+        return reply
 
     def match(self, request: cache_pb2.MatchRequest, reply: cache_pb2.MatchResponse) -> None:
         """Say how much is cached; needs no lease."""
@@ -179,12 +201,13 @@ class Engine:
 
     # The pool.
 
-    def register_pool(self, request: pool_pb2.RegisterPoolRequest) -> None:
+    def register_pool(self, request: pool_pb2.RegisterPoolRequest, reply: pool_pb2.RegisterPoolResponse) -> None:
         """Take over a pool. One with other bytes than before empties the cache and fences every other client."""
-        with self.lock:
-            holder = self._admit(request.header)
-            if self.pools.register(request.pool, holder):
-                self._start_generation(keep=holder)
+        self._run_once(request.header, reply, lambda holder: self._take_over_pool(request.pool, holder))
+
+    def _take_over_pool(self, pool: pool_pb2.Pool, holder: Lease) -> None:
+        if self.pools.register(pool, holder):
+            self._start_generation(keep=holder)
 
     def _start_generation(self, *, keep: Lease) -> None:
         for lease in list(self.leases):

@@ -14,9 +14,12 @@ from radixpool.rpc.errors import Fenced, LimitExceeded
 
 
 class Lease:
-    """One epoch of one client, and the handles it acquired (a dict for its order)."""
+    """One epoch of one client, the handles it acquired and the requests whose replies are kept (dicts for their order).
 
-    __slots__ = ("alive", "client_id", "deadline", "epoch", "handles", "name", "role")
+    No reply to a request up to `reply_floor` is kept except those in `replied`.
+    """
+
+    __slots__ = ("alive", "client_id", "deadline", "epoch", "handles", "name", "replied", "reply_floor", "role")
 
     def __init__(self, client_id: bytes, *, name: str, role: int, epoch: int, deadline: float) -> None:
         self.client_id = client_id
@@ -26,6 +29,8 @@ class Lease:
         self.deadline = deadline
         self.alive = True
         self.handles: dict[bytes, None] = {}
+        self.replied: dict[int, None] = {}
+        self.reply_floor = 0
 
 
 class LeaseTable:

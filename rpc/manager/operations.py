@@ -38,8 +38,17 @@ class Operations:
             "get_block_tables": lambda _lease, request, reply: self.get_block_tables(request, reply),
         }
 
-    def run(self, lease: Lease, operation: cache_pb2.Operation, result: cache_pb2.OperationResult) -> None:
-        """Run one operation of a batch; an error becomes its result."""
+    def run_all(
+        self,
+        lease: Lease,
+        request: cache_pb2.BatchRequest | cache_pb2.SessionRequest,
+        reply: cache_pb2.BatchResponse | cache_pb2.SessionResponse,
+    ) -> None:
+        """Run the operations of a batch in order, each by itself: an error becomes its result."""
+        for operation in request.operations:
+            self._run_one(lease, operation, reply.results.add())
+
+    def _run_one(self, lease: Lease, operation: cache_pb2.Operation, result: cache_pb2.OperationResult) -> None:
         kind = operation.WhichOneof("operation")
         try:
             if kind is None:

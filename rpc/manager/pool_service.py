@@ -16,9 +16,8 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
         self._engine = engine
 
     def RegisterPool(self, request: pb.RegisterPoolRequest, context: grpc.ServicerContext) -> pb.RegisterPoolResponse:
-        self._engine.register_pool(request)
         reply = pb.RegisterPoolResponse()
-        self._engine.stamp(reply.header)
+        self._engine.register_pool(request, reply)
         return reply
 
     def AttachPool(self, request: pb.AttachPoolRequest, context: grpc.ServicerContext) -> pb.AttachPoolResponse:

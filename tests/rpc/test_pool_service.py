@@ -125,7 +125,7 @@ def test_a_cuda_handle_of_the_wrong_length_is_refused_on_both_sides(holder, serv
     holder.acquire([1]).release()  # registers the client
     request.header.CopyFrom(holder._identity.header())
     with pytest.raises(ValueError, match="64 bytes, got 65"):
-        server.engine.register_pool(request)
+        server.engine.register_pool(request, pool_pb2.RegisterPoolResponse())
 
 
 def test_the_pool_is_forgotten_with_its_holder(make_client, client):

@@ -21,6 +21,7 @@ EXAMPLES = [
     radix_errors.CacheBusy(held_blocks=2, quarantined_blocks=1),
     radix_errors.InvariantViolation("free + cached != num_blocks"),
     rpc_errors.Fenced("epoch 3 is over"),
+    rpc_errors.ReplyExpired("request_id 4"),
     rpc_errors.LimitExceeded("clients"),
     rpc_errors.PoolMismatch("head_dim"),
     rpc_errors.PoolUnavailable("no pool"),

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19radixpool/v1/common.proto\x12\x0cradixpool.v1\"E\n\rRequestHeader\x12\x11\n\tclient_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\x04\"9\n\x0eResponseHeader\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"}\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x1a\n\x12\x61\x64\x61pter_generation\x18\x04 \x01(\x04\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19radixpool/v1/common.proto\x12\x0cradixpool.v1\"f\n\rRequestHeader\x12\x11\n\tclient_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\x04\x12\x1f\n\x17\x61\x63knowledged_request_id\x18\x04 \x01(\x04\"9\n\x0eResponseHeader\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"}\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x1a\n\x12\x61\x64\x61pter_generation\x18\x04 \x01(\x04\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x12\n\ncache_salt\x18\x06 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixpool.v1.common_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REQUESTHEADER']._serialized_start=43
-  _globals['_REQUESTHEADER']._serialized_end=112
-  _globals['_RESPONSEHEADER']._serialized_start=114
-  _globals['_RESPONSEHEADER']._serialized_end=171
-  _globals['_NAMESPACE']._serialized_start=173
-  _globals['_NAMESPACE']._serialized_end=298
+  _globals['_REQUESTHEADER']._serialized_end=145
+  _globals['_RESPONSEHEADER']._serialized_start=147
+  _globals['_RESPONSEHEADER']._serialized_end=204
+  _globals['_NAMESPACE']._serialized_start=206
+  _globals['_NAMESPACE']._serialized_end=331
 # @@protoc_insertion_point(module_scope)

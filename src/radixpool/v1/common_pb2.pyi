@@ -32,13 +32,19 @@ class RequestHeader(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_REQUEST_ID_FIELD_NUMBER: _builtins.int
     client_id: _builtins.bytes
     """client_id is the 16 bytes that RegisterClient was called with."""
     epoch: _builtins.int
     """epoch is the life of the client that RegisterClient returned. An older epoch is FENCED and changes nothing."""
     request_id: _builtins.int
-    """request_id is chosen by the client, unique within its epoch. The same id sent again gets the first reply
-    again, without a second effect. 0 means that the request will never be repeated.
+    """request_id is chosen by the client; within an epoch it rises from request to request. The same id sent again gets
+    the first reply again, without a second effect, for at least 60 seconds. 0 means that the request will never be
+    repeated.
+    """
+    acknowledged_request_id: _builtins.int
+    """acknowledged_request_id says that the replies to this request and all earlier ones have arrived, so that the
+    manager need not keep them. 0 acknowledges nothing.
     """
     def __init__(
         self,
@@ -46,10 +52,11 @@ class RequestHeader(_message.Message):
         client_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         request_id: _builtins.int = ...,
+        acknowledged_request_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "epoch", b"epoch", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_request_id", b"acknowledged_request_id", "client_id", b"client_id", "epoch", b"epoch", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

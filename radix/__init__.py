@@ -3,7 +3,9 @@
 from radixpool.radix.cache import RadixCache
 from radixpool.radix.errors import (
     CacheBusy,
+    EventsLost,
     InvariantViolation,
+    NotCached,
     PinBudgetExceeded,
     PoolExhausted,
     QuotaExceeded,
@@ -12,6 +14,8 @@ from radixpool.radix.errors import (
     UnknownSequence,
     UnknownWorker,
 )
+from radixpool.radix.events import Cleared, Event, EventLog, Removed, Snapshot, Stored
+from radixpool.radix.media import MediaSpan
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.results import (
     BlockInfo,
@@ -19,6 +23,7 @@ from radixpool.radix.results import (
     CommitResult,
     CopyOrder,
     EvictResult,
+    ExpireResult,
     FlushResult,
     ForkResult,
     InvalidateResult,
@@ -32,6 +37,7 @@ from radixpool.radix.results import (
 )
 from radixpool.radix.sequence import Sequence
 from radixpool.radix.stats import CacheStats
+from radixpool.radix.tenants import TenantUsage
 from radixpool.radix.tokens import pack_tokens
 
 __all__ = [
@@ -39,7 +45,15 @@ __all__ = [
     "Namespace",
     "DEFAULT_NAMESPACE",
     "Sequence",
+    "MediaSpan",
     "pack_tokens",
+    # events
+    "EventLog",
+    "Event",
+    "Stored",
+    "Removed",
+    "Cleared",
+    "Snapshot",
     # results
     "BlockInfo",
     "BlockState",
@@ -47,6 +61,7 @@ __all__ = [
     "CommitResult",
     "CopyOrder",
     "EvictResult",
+    "ExpireResult",
     "FlushResult",
     "ForkResult",
     "InvalidateResult",
@@ -57,6 +72,7 @@ __all__ = [
     "ReleaseResult",
     "Remap",
     "RewindResult",
+    "TenantUsage",
     # errors
     "RadixPoolError",
     "PoolExhausted",
@@ -65,6 +81,8 @@ __all__ = [
     "UnknownPin",
     "UnknownWorker",
     "PinBudgetExceeded",
+    "NotCached",
+    "EventsLost",
     "CacheBusy",
     "InvariantViolation",
 ]

@@ -1,11 +1,17 @@
 """`RadixCache`: the whole cache in one object.
 
-Operations by purpose (each lives in the module named):
+Operations by purpose, with the module each lives in. The modules are layers: each adds operations to the class below
+it, from `state` (free list, counters), `tree` and `room` (eviction) up to this one.
 
-* requests: `match`, `acquire`, `extend`, `reserve`, `commit`, `release`, `sequence`, `sequences` (lifecycle)
+* requests: `match`, `acquire` (admission), `extend`, `reserve`, `commit`, `release`, `sequence`, `sequences`
+  (lifecycle)
+* sampling and drafts: `rewind`, `fork` (variants)
+* bad data: `invalidate` (variants)
+* what stays: `pin`, `unpin`, `pins`, `expire` (pins), `set_retention` (retention), `set_quota`, `remove_quota`,
+  `quotas` (tenants)
+* what goes: `evict`, `flush` (flushing)
 * GPU steps: `add_worker`, `complete_step`, `remove_worker`, `next_step_fence`, `workers` (fences)
-* room: `evict`
-* looking: `stats`, `nodes`, `namespaces`, `block_info`, `holders`, `check` (inspection)
+* looking: `stats`, `nodes`, `namespaces`, `block_info`, `holders`, `check`, `snapshot` (inspection)
 
 One thread owns a cache: it takes no locks. Nothing in it does I/O, and its only notion of time besides the injected
 clock is a logical one, so the same operations give the same victims and tables everywhere.
@@ -18,8 +24,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from radixpool.radix.admission import check_count
+from radixpool.radix.dryrun import shadow
+from radixpool.radix.events import EventLog
 from radixpool.radix.inspection import Inspection
-from radixpool.radix.lifecycle import _check_count
+from radixpool.radix.options import CacheOptions
+from radixpool.radix.persistence import Persistence
 from radixpool.radix.results import EvictResult
 
 __all__ = ["RadixCache"]
@@ -33,6 +43,9 @@ class RadixCache(Inspection):
         block_size: tokens a block, at least 1.
         policy: eviction policy with parameters, such as ``"lru"`` or ``"s3fifo:small=0.1"``.
         clock: seconds on a monotonic clock, read for TTLs only.
+        pin_budget: most blocks that pins may hold; half of the pool unless given.
+        persistence: hears of every block's fate before it changes.
+        events: log of what becomes findable and what no longer is.
 
     >>> cache = RadixCache(num_blocks=8, block_size=2)
     >>> seq = cache.acquire([1, 2, 3, 4, 5])
@@ -54,16 +67,30 @@ class RadixCache(Inspection):
         *,
         policy: str = "lru",
         clock: Callable[[], float] = time.monotonic,
+        pin_budget: int | None = None,
+        persistence: Persistence | None = None,
+        events: EventLog | None = None,
     ) -> None:
-        super().__init__(num_blocks, block_size, policy)
-        self._clock = clock
+        super().__init__(CacheOptions(num_blocks, block_size, policy, clock, pin_budget, persistence, events))
 
-    def evict(self, num_blocks: int) -> EvictResult:
-        """Evict up to `num_blocks` unheld blocks, the policy's first choices first. O(blocks evicted)."""
-        _check_count("num_blocks", num_blocks)
-        self._tick += 1
+    @property
+    def events(self) -> EventLog | None:
+        """The event log it was made with."""
+        return self._events
+
+    def evict(self, num_blocks: int, *, dry_run: bool = False) -> EvictResult:
+        """Evict up to `num_blocks` unheld blocks, the policy's first choices first. O(blocks evicted).
+
+        The operator's word counts more than a tenant's share: those blocks go last, but they go. With `dry_run` nothing
+        changes and the result says what would go; that costs O(runs in the cache).
+        """
+        check_count("num_blocks", num_blocks)
         taken: list[bytes] = []
-        count = self._evict(num_blocks, taken)
+        if dry_run:
+            count = shadow(self)._evict(num_blocks, taken=taken, all_may_pay=True)
+        else:
+            self._tick += 1
+            count = self._evict(num_blocks, taken=taken, all_may_pay=True)
         order = [np.frombuffer(blocks, dtype=np.int32)[::-1] for blocks in taken]  # each run goes from its tail
         blocks = np.concatenate(order) if order else np.empty(0, dtype=np.int32)
         blocks.setflags(write=False)

@@ -9,6 +9,8 @@
     ├── UnknownPin             the pin was removed, expired, or never existed
     ├── UnknownWorker          no such worker is registered
     ├── PinBudgetExceeded      the pin would pass the pin budget; nothing was changed
+    ├── NotCached              there is nothing to pin
+    ├── EventsLost             the event log does not reach back that far
     ├── CacheBusy              an idle-only flush found holders; nothing was changed
     └── InvariantViolation     ``check()`` found the cache inconsistent: a bug of ours
 """
@@ -23,6 +25,8 @@ __all__ = [
     "UnknownPin",
     "UnknownWorker",
     "PinBudgetExceeded",
+    "NotCached",
+    "EventsLost",
     "CacheBusy",
     "InvariantViolation",
 ]
@@ -124,6 +128,23 @@ class PinBudgetExceeded(RadixPoolError):
         super().__init__(
             f"pin budget exceeded: {needed_blocks} more blocks, {pinned_blocks} pinned, budget {budget_blocks}"
         )
+
+
+class NotCached(RadixPoolError):
+    """Refuse to pin a prefix of which not even one block is cached; nothing was changed."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        super().__init__(f"not cached: not one whole block of these {num_tokens} tokens is in the tree")
+
+
+class EventsLost(RadixPoolError):
+    """Ask for events that the log does not keep any more: take a snapshot and go on from it."""
+
+    def __init__(self, seq: int, *, first_seq: int) -> None:
+        self.seq = seq
+        self.first_seq = first_seq
+        super().__init__(f"events after {seq} are gone, the log begins with {first_seq}: take a snapshot")
 
 
 class CacheBusy(RadixPoolError):

@@ -5,13 +5,13 @@ Private blocks wait in the quarantine; committed ones stay in the tree, findable
 
 from __future__ import annotations
 
-from radixpool.radix.core import CacheCore
 from radixpool.radix.node import Node
+from radixpool.radix.room import Room
 
 __all__ = ["FencedCore"]
 
 
-class FencedCore(CacheCore):
+class FencedCore(Room):
     """Workers, the steps they have completed, and what waits for those."""
 
     def add_worker(self, worker: str, *, completed_step: int = -1) -> None:
@@ -68,10 +68,23 @@ class FencedCore(CacheCore):
 
         def free() -> None:
             quarantine.private_blocks -= count
+            if self._persistence is not None:
+                self._persistence.returned(blocks)
             self._free.frombytes(blocks)
 
         quarantine.wait(steps, count, free)
         return count
+
+    def _drop_after(self, node: Node, steps: dict[str, int]) -> None:
+        """Drop a hold on `node`, keeping the path fenced until `steps` are over."""
+        if not steps or node.parent is node:
+            self._drop(node)
+            return
+        before = self._quarantine.node_blocks
+        self._fence(node)
+        self._drop(node)
+        count = self._quarantine.node_blocks - before
+        self._quarantine.wait(steps, count, lambda: self._unfence(node), node)
 
     def _fence(self, node: Node) -> None:
         """Fence the held path to `node`. O(nodes of the path that were not fenced)."""

@@ -11,7 +11,8 @@ from itertools import chain
 import numpy as np
 
 from radixpool.radix.checking import check_cache
-from radixpool.radix.lifecycle import Lifecycle
+from radixpool.radix.events import Snapshot, Stored
+from radixpool.radix.flushing import Flushing
 from radixpool.radix.namespace import Namespace
 from radixpool.radix.node import Node, Root
 from radixpool.radix.results import BlockInfo, BlockState, NodeInfo
@@ -21,7 +22,7 @@ from radixpool.radix.stats import CacheStats
 __all__ = ["Inspection"]
 
 
-class Inspection(Lifecycle):
+class Inspection(Flushing):
     """Operations that only look."""
 
     def stats(self) -> CacheStats:
@@ -37,7 +38,7 @@ class Inspection(Lifecycle):
             pinned_blocks=self._pinned,
             tree_blocks=self._tree_blocks,
             num_sequences=len(self._sequences),
-            num_pins=self._count_pins(),
+            num_pins=len(self._pins),
             num_nodes=self._num_nodes,
             num_namespaces=len(self._roots),
             queried_tokens=self._queried_tokens,
@@ -50,9 +51,6 @@ class Inspection(Lifecycle):
             generation=self._generation,
             tick=self._tick,
         )
-
-    def _count_pins(self) -> int:
-        return 0
 
     def check(self) -> None:
         """Prove every invariant of the cache. O(blocks + runs + the depth of every sequence).
@@ -96,9 +94,6 @@ class Inspection(Lifecycle):
                 node = node.parent
         return counts
 
-    def _pin_nodes(self) -> Iterator[Node]:
-        return iter(())
-
     def _describe(self, root: Root, node: Node, level: int, refs: int) -> NodeInfo:
         return NodeInfo(
             namespace=root.namespace,
@@ -139,6 +134,24 @@ class Inspection(Lifecycle):
         free = _find(self._free.tobytes(), block_id) >= 0
         state = BlockState.FREE if free else BlockState.QUARANTINED
         return BlockInfo(block_id, state, (), None, None, False, None, None)
+
+    def snapshot(self) -> Snapshot:
+        """Return all findable runs as events, with the sequence number to go on from. O(runs + blocks).
+
+        Raises:
+            ValueError: the cache was made without an event log.
+
+        """
+        if self._events is None:
+            raise ValueError("events: this cache has no event log")
+        seq = self._events.last_seq
+        stored = []
+        for root in self._roots.values():
+            for node in self._subtree(root)[1:]:
+                before = node.parent.blocks[-4:]
+                parent = int.from_bytes(before, "little") if before else -1
+                stored.append(Stored(seq, root.namespace, parent, node.start, node.key, node.blocks, node.media))
+        return Snapshot(seq, tuple(stored))
 
     def holders(self, block_id: int) -> tuple[Sequence, ...]:
         """Return the live sequences whose table names the block. O(blocks held)."""

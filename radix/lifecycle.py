@@ -1,179 +1,68 @@
-"""The life of a request: match, acquire, extend, reserve, commit, release. The hot path.
-
-A sequence's table is `[blocks of its tree path][private blocks]`; the tree part ends where its deepest run ends.
-Refusal changes nothing: room is proven before anything is split, held or evicted.
-"""
+"""The life of an admitted sequence: extend, reserve, commit, release."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from radixpool.radix.core import MERGE_LIMIT_BLOCKS
-from radixpool.radix.errors import PoolExhausted, QuotaExceeded, UnknownSequence
+from radixpool.radix.admission import check_count
+from radixpool.radix.errors import UnknownSequence
 from radixpool.radix.eviction.base import DEFAULT_PRIORITY
-from radixpool.radix.fences import FencedCore
-from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
+from radixpool.radix.media import MediaSpan, mark_blocks, segments
 from radixpool.radix.node import Node
+from radixpool.radix.options import CacheOptions
 from radixpool.radix.quarantine import Fence
-from radixpool.radix.results import CommitResult, PrefixMatch, ReleaseResult, Remap
+from radixpool.radix.results import CommitResult, ReleaseResult, Remap
+from radixpool.radix.retention import Retention
 from radixpool.radix.sequence import Sequence
 from radixpool.radix.tokens import TokensLike, pack_tokens
 
 __all__ = ["Lifecycle"]
 
+MERGE_LIMIT_BLOCKS = 256  # growing a run in place copies it, so longer runs get a child instead
+
 _NOTHING_RELEASED = ReleaseResult(0, 0)
 
 
-class Lifecycle(FencedCore):
-    """Operations on requests and their sequences."""
+class Lifecycle(Retention):
+    """Operations on admitted sequences."""
 
-    def __init__(self, num_blocks: int, block_size: int, policy: str) -> None:
-        super().__init__(num_blocks, block_size, policy)
-        self._sequences: dict[int, Sequence] = {}
-        self._last_handle = 0
-        self._queried_tokens = 0
-        self._hit_tokens = 0
-        self._admitted = 0
-        self._refused = 0
+    def __init__(self, options: CacheOptions) -> None:
+        super().__init__(options)
         self._committed_blocks = 0
         self._remapped_blocks = 0
 
-    def match(self, tokens: TokensLike, *, namespace: Namespace = DEFAULT_NAMESPACE) -> PrefixMatch:
-        """Find the longest cached prefix of `tokens`. Changes nothing, not even what is evicted next.
-
-        O(length of the match). The result is a hint: only `acquire` keeps blocks from being evicted.
-
-        Raises:
-            ValueError, TypeError: bad tokens.
-
-        """
-        key = pack_tokens(tokens)
-        root = self._roots.get(namespace)
-        tables: list[bytes] = []
-        if root is not None:
-            walk = self._walk(root, key, 0, len(key) // self._stride * self._stride, tables)
-            if walk.child is not None:
-                tables.append(walk.child.blocks[: walk.head * 4])
-        blocks = np.frombuffer(b"".join(tables), dtype=np.int32)
-        return PrefixMatch(len(blocks) * self.block_size, blocks)
-
-    def acquire(
-        self,
-        tokens: TokensLike,
-        *,
-        namespace: Namespace = DEFAULT_NAMESPACE,
-        reserve: int = 0,
-        max_hit: int | None = None,
-    ) -> Sequence:
-        """Admit a request in one step: match, hold the hit, allocate the rest. All of it or nothing.
-
-        Args:
-            tokens: the prompt, at least one token.
-            namespace: the tree to look in.
-            reserve: tokens beyond the prompt to allocate room for.
-            max_hit: hit at most so many tokens (rounded down to blocks); `len(tokens) - 1` unless given, so that the
-                last token is computed and yields logits.
-
-        Returns:
-            The sequence. `cached_tokens` of it need no computing; its block table covers `len(tokens) + reserve`.
-
-        Raises:
-            PoolExhausted: not enough blocks even if all evictable ones went; nothing was changed.
-            QuotaExceeded: the tenant's maximum would be passed; nothing was changed.
-            ValueError, TypeError: bad tokens or lengths.
-
-        O(len(tokens)) by memcmp, plus O(runs on the path that nobody held).
-
-        """
-        key = tokens if type(tokens) is bytes else pack_tokens(tokens)
-        num_tokens = len(key) >> 2
-        if not key or len(key) & 3:
-            key = self._check_prompt(key)
-        block_size = self.block_size
-        stride = self._stride
-        limit = num_tokens - 1
-        if reserve or max_hit is not None:
-            _check_count("reserve", reserve)
-            if max_hit is not None:
-                _check_count("max_hit", max_hit)
-                limit = min(max_hit, num_tokens)
-        root = self._roots.get(namespace) or self._root(namespace)
-        tables: list[bytes] = []
-        node, pos, child, head = self._walk(root, key, 0, limit // block_size * stride, tables)
-        hit = pos // stride + head
-        needed = -(-(num_tokens + reserve) // block_size) - hit
-        short = needed - len(self._free)
-        if short > 0 or node.account is not None:
-            try:
-                self._make_room(needed, root, child or node, head)
-            except (PoolExhausted, QuotaExceeded):
-                self._refused += 1
-                raise
-        # nothing fails from here on
-        if child is not None:
-            node = self._split(child, head)
-            tables.append(node.blocks)
-        if node is root:
-            self._roots[namespace] = root
-            root.ref += 1
-        else:
-            self._hold(node)
-            if self._policy.observes_hits:
-                self._touch(node)
-        if needed > 0:
-            if short > 0:
-                self._evict(short)
-            tables.append(self._take(needed, root))
-        seq = Sequence()
-        handle = self._last_handle = self._last_handle + 1
-        seq.handle = handle
-        seq.released = False
-        seq.cached_tokens = seq.committed_tokens = hit * block_size
-        seq.copies = ()
-        seq.in_flight = seq.invalid_from = seq._source = seq._producing = None
-        seq._tokens = key
-        seq._table = b"".join(tables)
-        seq._node = node
-        seq._block_size = block_size
-        seq._namespace = namespace
-        seq._media = ()
-        self._sequences[handle] = seq
-        self._queried_tokens += num_tokens
-        self._hit_tokens += hit * block_size
-        self._admitted += 1
-        return seq
-
-    def _check_prompt(self, key: bytes) -> bytes:
-        if not key:
-            raise ValueError("tokens is empty: a request has at least 1 token")
-        return pack_tokens(key)
-
-    def _touch(self, node: Node) -> None:
-        """Report a hit to the policies, deepest run first."""
-        while node.parent is not node:
-            if node.policy is not None:
-                node.policy.touched(node)
-            node = node.parent
-
-    def extend(self, seq: Sequence, tokens: TokensLike) -> None:
+    def extend(self, seq: Sequence, tokens: TokensLike, *, media: Iterable[MediaSpan] = ()) -> None:
         """Append known tokens; allocates when they need more blocks than the table has. O(len(tokens)).
+
+        `media` are spans among the new tokens, counted from the beginning of the sequence.
 
         Raises:
             PoolExhausted, QuotaExceeded: no room; nothing was changed.
             UnknownSequence: it was released.
-            ValueError, TypeError: bad tokens.
+            ValueError, TypeError: bad tokens or media.
 
         """
         if seq.released:
             raise UnknownSequence(seq.handle)
         key = pack_tokens(tokens)
-        self._grow(seq, (len(seq._tokens) + len(key)) >> 2)
+        known = len(seq._tokens) >> 2
+        total = known + (len(key) >> 2)
+        spans = tuple(media)
+        if spans:
+            if spans[0][0] < known:
+                raise ValueError(f"media[0] must begin among the new tokens, at {known} or later, not {spans[0][0]}")
+            marks = mark_blocks(seq._media + spans, total, self.block_size)
+        self._grow(seq, total)
         if type(seq._tokens) is bytes:
             seq._tokens = bytearray(seq._tokens)  # appending to it is amortised O(1)
         seq._tokens += key
+        if spans:
+            seq._media += spans
+            seq._marks = marks
+        if self._producers is not None:
+            self._track(seq)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> None:
         """Make room for `num_tokens` more tokens whose ids are not known yet (decode lookahead, drafts).
@@ -187,7 +76,7 @@ class Lifecycle(FencedCore):
         """
         if seq.released:
             raise UnknownSequence(seq.handle)
-        _check_count("num_tokens", num_tokens)
+        check_count("num_tokens", num_tokens)
         self._grow(seq, (len(seq._tokens) >> 2) + num_tokens)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
@@ -196,16 +85,9 @@ class Lifecycle(FencedCore):
         if needed <= 0:
             return
         node = seq._node
-        short = needed - len(self._free)
-        if short > 0 or node.account is not None:
-            try:
-                self._make_room(needed, node, node)
-            except (PoolExhausted, QuotaExceeded):
-                self._refused += 1
-                raise
-            if short > 0:
-                self._evict(short)
-        seq._table += self._take(needed, node)
+        if needed > len(self._free) or node.account is not None:
+            self._admit_or_refuse(needed, node, node)
+        seq._table += self._claim(needed, node)
 
     def commit(self, seq: Sequence, upto: int, *, after_step: Fence = None) -> CommitResult:
         """Declare that the KV of the sequence's first `upto` tokens is written; its full blocks become findable.
@@ -216,7 +98,7 @@ class Lifecycle(FencedCore):
 
         Raises:
             UnknownSequence: it was released.
-            ValueError: `upto` is negative or more than its known tokens.
+            UnknownWorker, ValueError: a bad fence, or `upto` is negative or more than its known tokens.
 
         """
         if seq.released:
@@ -226,61 +108,93 @@ class Lifecycle(FencedCore):
             raise ValueError(f"upto must be an integer from 0 to {len(tokens) >> 2}, the known tokens, not {upto!r}")
         if upto <= seq.committed_tokens:
             return CommitResult(seq.committed_tokens, ())
-        seq.committed_tokens = upto
-        node = seq._node
-        done = node.end
+        done = seq._node.end
         full = upto // self.block_size
-        if full == done:
-            return CommitResult(upto, ())
-        stride = self._stride
-        if tokens.__class__ is bytes:
-            key, pos, end = tokens, done * stride, full * stride
-        else:
-            key, pos, end = bytes(tokens[done * stride : full * stride]), 0, (full - done) * stride
         remaps: tuple[Remap, ...] = ()
-        if node.children:
-            remaps = self._adopt_twins(seq, key, pos, end, after_step)
-            if remaps:
-                pos += len(remaps) * stride
-                done += len(remaps)
-                node = seq._node
-        if pos < end:
-            blocks = seq._table[done * 4 : full * 4]
-            seq._node = self._publish(node, key[pos:end], blocks)
-            self._committed_blocks += full - done
+        if full > done:
+            steps = None if after_step is None else self._quarantine.resolve(after_step)
+            if self._persistence is not None:
+                for mark in {seq._marks.get(i, b"") for i in range(done, full)} if seq._marks else (b"",):
+                    self._persistence.prepare(seq._namespace, mark)
+            if seq._marks:
+                for first, last, mark in segments(seq._marks, done, full):
+                    remaps += self._commit_blocks(seq, first, last, steps, mark)
+            else:
+                remaps = self._commit_blocks(seq, done, full, steps, b"")
+        seq.committed_tokens = upto
+        if seq._source is not None:  # the copy was made before anything was computed
+            self._drop(seq._source)
+            seq._source = None
+        if self._wanted:
+            self._apply_wanted(seq, done)
+        if self._producers is not None:
+            self._track(seq)
         return CommitResult(upto, remaps)
 
-    def _publish(self, node: Node, key: bytes, blocks: bytes) -> Node:
+    def _commit_blocks(
+        self, seq: Sequence, first: int, last: int, steps: dict[str, int] | None, mark: bytes
+    ) -> tuple[Remap, ...]:
+        """Publish blocks `[first, last)` of the table, which follow what the sequence holds in the tree."""
+        stride = self._stride
+        tokens = seq._tokens
+        node = seq._node
+        if tokens.__class__ is bytes:
+            key, pos, end = tokens, first * stride, last * stride
+        else:
+            key, pos, end = bytes(tokens[first * stride : last * stride]), 0, (last - first) * stride
+        remaps: tuple[Remap, ...] = ()
+        if node.children:
+            remaps = self._adopt_twins(seq, key, pos, end, steps, mark)
+            first += len(remaps)
+            pos += len(remaps) * stride
+            node = seq._node
+        if pos < end:
+            blocks = seq._table[first * 4 : last * 4]
+            seq._node = self._publish(node, key[pos:end], blocks, mark)
+            self._committed_blocks += last - first
+        return remaps
+
+    def _publish(self, node: Node, key: bytes, blocks: bytes, mark: bytes) -> Node:
         """Put new blocks under `node`, in the same run where nothing can tell them apart."""
         policy = node.policy
         if (
-            node.ref == 1
-            and node.children is None
-            and policy is not None
-            and (policy.merges_runs or not node.last_use)
-            and not (node.fence or node.media)
-            and node.parent is not node
-            and len(node.blocks) + len(blocks) <= MERGE_LIMIT_BLOCKS * 4
-            and node.priority == DEFAULT_PRIORITY
+            node.ref != 1
+            or node.children is not None
+            or policy is None
+            or not (policy.merges_runs or not node.last_use)
+            or node.fence
+            or mark
+            or node.media
+            or node.parent is node
+            or len(node.blocks) + len(blocks) > MERGE_LIMIT_BLOCKS * 4
+            or node.priority != DEFAULT_PRIORITY
         ):
-            num_new = len(blocks) >> 2
-            node.key += key
-            node.blocks += blocks
-            node.end += num_new
-            self._tree_blocks += num_new
-            policy.inserted(node, num_new)
-            return node
-        return self._attach(node, key, blocks)
+            return self._attach(node, key, blocks, mark)
+        if self._told:
+            self._tell_stored(node, key, blocks, b"")
+        num_new = len(blocks) >> 2
+        node.key += key
+        node.blocks += blocks
+        node.end += num_new
+        self._tree_blocks += num_new
+        policy.inserted(node, num_new)
+        return node
 
-    def _adopt_twins(self, seq: Sequence, key: bytes, pos: int, end: int, fence: Fence) -> tuple[Remap, ...]:
+    def _adopt_twins(
+        self, seq: Sequence, key: bytes, pos: int, end: int, steps: dict[str, int] | None, mark: bytes
+    ) -> tuple[Remap, ...]:
         """Swap the sequence's own copies of what is in the tree already for the tree's blocks."""
         node = seq._node
         tables: list[bytes] = []
-        deepest, _, child, head = self._walk(node, key, pos, end, tables)
-        if child is not None:
-            deepest = self._split(child, head)
+        if mark:
+            deepest = node.children.get(key[pos:end] + mark, node)  # type: ignore[union-attr]  # it has some
             tables.append(deepest.blocks)
-        elif deepest is node:
+        else:
+            deepest, _, child, head = self._walk(node, key, pos, end, tables)
+            if child is not None:
+                deepest = self._split(child, head)
+                tables.append(deepest.blocks)
+        if deepest is node:
             return ()
         theirs = b"".join(tables)
         first = node.end
@@ -289,7 +203,7 @@ class Lifecycle(FencedCore):
         node.ref -= 1  # the hold moves down: `deepest` holds `node` through its path
         seq._node = deepest
         seq._table = seq._table[: first * 4] + theirs + seq._table[first * 4 + len(theirs) :]
-        self._retire(own, node, self._quarantine.next_step() if fence is None else self._quarantine.resolve(fence))
+        self._retire(own, node, self._quarantine.next_step() if steps is None else steps)
         self._remapped_blocks += len(theirs) >> 2
         old = np.frombuffer(own, dtype=np.int32).tolist()
         new = np.frombuffer(theirs, dtype=np.int32).tolist()
@@ -315,27 +229,32 @@ class Lifecycle(FencedCore):
         seq.released = True
         del self._sequences[seq.handle]
         self._tick += 1
-        if steps or self._odd:
-            return self._release_odd(node, private, steps)
+        if self._wanted:
+            self._wanted.pop(seq.handle, None)
+        if self._producers is not None:
+            self._track(seq)
+        if steps or self._odd or seq._source is not None:
+            return self._release_odd(seq, private, steps)
         if private:
             self._give(private, node)
         self._drop(node)
-        if not private:
-            return _NOTHING_RELEASED
-        return ReleaseResult(len(private) >> 2, 0)
+        if self._policy.evicts_on_release:
+            self._evict(self._cached)
+        return ReleaseResult(len(private) >> 2, 0) if private else _NOTHING_RELEASED
 
-    def _release_odd(self, node: Node, private: bytes, steps: dict[str, int]) -> ReleaseResult:
+    def _release_odd(self, seq: Sequence, private: bytes, steps: dict[str, int]) -> ReleaseResult:
         """Drop a hold where there are dead nodes or fences; keep its path fenced until `steps` are over."""
-        quarantine = self._quarantine
-        free, quarantined, fenced = len(self._free), quarantine.num_blocks, quarantine.node_blocks
+        free, quarantined = len(self._free), self._quarantine.num_blocks
+        node = seq._node
         self._retire(private, node, steps)
-        if steps and node.parent is not node:
-            self._fence(node)
-            self._drop(node)
-            quarantine.wait(steps, quarantine.node_blocks - fenced, lambda: self._unfence(node), node)
-        else:
-            self._drop(node)
-        return ReleaseResult(len(self._free) - free, quarantine.num_blocks - quarantined)
+        if seq._source is not None:
+            self._drop_after(seq._source, steps)
+            seq._source = None
+        self._drop_after(node, steps)
+        result = ReleaseResult(len(self._free) - free, self._quarantine.num_blocks - quarantined)
+        if self._policy.evicts_on_release:
+            self._evict(self._cached)
+        return result
 
     def sequence(self, handle: int) -> Sequence:
         """Return the live sequence with this handle. O(1).
@@ -352,12 +271,3 @@ class Lifecycle(FencedCore):
     def sequences(self) -> Iterator[Sequence]:
         """Iterate over the live sequences in the order of their handles. Do not release any meanwhile."""
         return iter(self._sequences.values())
-
-
-def _check_count(name: str, value: int) -> None:
-    try:
-        index = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be int, not {type(value).__name__}") from None
-    if index < 0:
-        raise ValueError(f"{name} must be at least 0, not {value}")

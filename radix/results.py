@@ -20,6 +20,7 @@ __all__ = [
     "CommitResult",
     "CopyOrder",
     "EvictResult",
+    "ExpireResult",
     "FlushResult",
     "ForkResult",
     "InvalidateResult",
@@ -193,6 +194,14 @@ class PinInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpireResult:
+    """Which pins ended, and how many retention ranges went back to the default priority."""
+
+    pins: tuple[int, ...]
+    ranges: int
+
+
+@dataclass(frozen=True, slots=True)
 class FlushResult:
     """What a flush removed. `held_blocks` are no longer findable and become free when their holders go."""
 
@@ -233,6 +242,11 @@ class NodeInfo:
     pinned: bool
     priority: int
     media: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in the run."""
+        return len(self.blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from radixpool.radix.results import CopyOrder
 
 if TYPE_CHECKING:
     from radixpool.radix.media import MediaSpan
-
     from radixpool.radix.node import Node
 
 __all__ = ["Sequence"]
@@ -37,6 +36,7 @@ class Sequence:
 
     __slots__ = (
         "_block_size",
+        "_marks",
         "_media",
         "_namespace",
         "_node",
@@ -66,6 +66,7 @@ class Sequence:
     _node: Node  # deepest tree run it holds; the tree part of the table ends where this run ends
     _namespace: Namespace
     _media: tuple[MediaSpan, ...]
+    _marks: dict[int, bytes]  # encoded media spans by block index
     _source: Node | None  # run held until a copy-on-write source was copied
     _producing: tuple[Node, bytes] | None  # its entry in the in-flight index
 

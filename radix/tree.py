@@ -1,31 +1,19 @@
-"""The tree and the pool: the state of a cache and the primitives that every operation is made of.
+"""The trees: how a path is found, split, hung in, taken out and held.
 
-Owns the trees, the free list and the counters; knows nothing of sequences. Its primitives keep these promises:
-
-* `_walk` reads and changes nothing; `_split`, `_hold`, `_drop` and `_attach` keep every count right.
+* `_walk` reads and changes nothing; `_split`, `_hold`, `_drop` and `_attach` keep every count right;
 * a node is a candidate of its policy exactly when it is alive, unheld, unfenced and childless;
-* `free + cached + held + quarantined = num_blocks`, where held is what remains of the other three;
 * every loop is bounded by the path or by what it frees, and nothing recurses.
 """
 
 from __future__ import annotations
 
-from array import array
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from radixpool.radix.errors import PoolExhausted
 from radixpool.radix.eviction.base import DEFAULT_PRIORITY
-from radixpool.radix.groups import PolicyGroups
-from radixpool.radix.namespace import Namespace
-from radixpool.radix.node import Node, Root
-from radixpool.radix.quarantine import Quarantine
+from radixpool.radix.node import Node
+from radixpool.radix.state import CacheState
 
-if TYPE_CHECKING:
-    from radixpool.radix.events import EventLog
-
-__all__ = ["CacheCore", "Walk"]
-
-MERGE_LIMIT_BLOCKS = 256  # growing a run in place copies it, so longer runs get a child instead
+__all__ = ["Tree", "Walk"]
 
 
 class Walk(NamedTuple):
@@ -45,36 +33,10 @@ class Walk(NamedTuple):
     head: int
 
 
-class CacheCore:
-    """State and primitives. `RadixCache` adds the operations."""
+class Tree(CacheState):
+    """Primitives on trees."""
 
-    def __init__(self, num_blocks: int, block_size: int, policy: str) -> None:
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be int, not {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if num_blocks > 2**31 - 1:
-            raise ValueError(f"num_blocks must fit int32 block tables (at most {2**31 - 1}), not {num_blocks}")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._stride = block_size * 4  # bytes of tokens per block
-        self._free = array("I", range(num_blocks - 1, -1, -1))  # a stack: the last one goes first
-        self._cached = 0  # blocks of live, unheld, unfenced nodes
-        self._tree_blocks = 0  # blocks of live nodes
-        self._pinned = 0  # blocks of nodes under a pin
-        self._num_nodes = 0  # live and dead nodes, roots not counted
-        self._odd = 0  # dead nodes plus node fences: zero lets releases take the short way
-        self._tick = 0
-        self._evicted_blocks = 0
-        self._generation = 0
-        self._quarantine = Quarantine()
-        self._groups = PolicyGroups(policy, num_blocks)
-        self._policy = self._groups.default
-        self._roots: dict[Namespace, Root] = {}
-        self._events: EventLog | None = None
-
-    # -- reading ---------------------------------------------------------------------------------------------------
+    # -- reading
 
     def _walk(self, node: Node, key: bytes, pos: int, end: int, tables: list[bytes]) -> Walk:
         """Follow `key[pos:end]` (whole blocks) down from `node`, appending the blocks of whole matches to `tables`.
@@ -113,15 +75,7 @@ class CacheCore:
                 high = middle
         return low
 
-    # -- shape -----------------------------------------------------------------------------------------------------
-
-    def _root(self, namespace: Namespace) -> Root:
-        """Return the tree of `namespace`, a new one that is not yet registered if there is none."""
-        root = self._roots.get(namespace)
-        if root is None:
-            account = self._groups.account(namespace.tenant)
-            root = Root(namespace, self._stride, self._groups.policy(account, DEFAULT_PRIORITY), account)
-        return root
+    # -- shape
 
     def _split(self, lower: Node, head: int) -> Node:
         """Move the first `head` blocks of `lower` into a new parent. Both keep last use, priority and history.
@@ -165,6 +119,8 @@ class CacheCore:
             if parent.priority != DEFAULT_PRIORITY:  # retention covers a range, not what grows below it
                 policy = node.policy = self._groups.policy(parent.account, DEFAULT_PRIORITY)
             self._tree_blocks += num_new
+            if self._told:
+                self._tell_stored(parent, key, blocks, media)
             policy.inserted(node, num_new)
         first = key[: self._stride]
         if media:
@@ -194,13 +150,7 @@ class CacheCore:
             elif parent.ref == 1 and parent.parent is parent:
                 self._forget(parent)
 
-    def _forget(self, root: Node) -> None:
-        """Drop an empty tree that nobody uses, so that namespaces do not pile up."""
-        assert isinstance(root, Root)
-        if self._roots.get(root.namespace) is root:
-            del self._roots[root.namespace]
-
-    # -- holders ---------------------------------------------------------------------------------------------------
+    # -- holders
 
     def _hold(self, node: Node) -> None:
         """Add a holder that ends at `node`. O(nodes of the path that were not held)."""
@@ -221,6 +171,8 @@ class CacheCore:
             if refs:
                 break
         self._cached -= bottom - node.end
+        if node.account is not None:
+            node.account.cached -= bottom - node.end
 
     def _hold_odd(self, node: Node) -> None:
         """`_hold` where some nodes are fenced. `node.ref` was raised from 0. Dead nodes are never taken anew."""
@@ -228,7 +180,7 @@ class CacheCore:
             if node.fence:
                 self._quarantine.node_blocks -= node.num_blocks
             else:
-                self._cached -= node.num_blocks
+                self._count_cached(node, -node.num_blocks)
                 if node.children is None:
                     assert node.policy is not None
                     node.policy.remove(node)
@@ -250,6 +202,8 @@ class CacheCore:
                 self._drop_odd(node)
                 return
             time = node.last_use = self._tick
+            if self._persistence is not None:
+                self._tell_touched(node)
             if node.children is None:
                 node.policy.add(node)  # type: ignore[union-attr]  # dead nodes are odd
             bottom = node.end
@@ -261,11 +215,15 @@ class CacheCore:
                     break
                 node.last_use = time
             self._cached += bottom - node.end
+            if node.account is not None:
+                node.account.cached += bottom - node.end
         if refs == 1 and node.children is None and node.parent is node:
             self._forget(node)
 
     def _drop_odd(self, node: Node) -> None:
         """`_drop` where some nodes are dead or fenced. `node.ref` was lowered to 0 already."""
+        node.last_use = self._tick
+        self._tell_touched(node)
         while True:
             parent = node.parent
             node.last_use = self._tick
@@ -287,95 +245,12 @@ class CacheCore:
             self._odd -= 1
             self._detach(node)
         else:
-            self._cached += node.num_blocks
+            self._count_cached(node, node.num_blocks)
             if node.children is None:
                 node.policy.add(node)
 
-    # -- blocks ----------------------------------------------------------------------------------------------------
-
-    def _take(self, count: int, payer: Node) -> bytes:
-        """Take `count` >= 1 free blocks, which must be there. O(count)."""
-        free = self._free
-        taken = free[: -count - 1 : -1].tobytes()
-        del free[-count:]
-        if payer.account is not None:
-            payer.account.used += count
-        return taken
-
-    def _give(self, blocks: bytes, payer: Node) -> None:
-        """Give blocks back to the free list. O(number of blocks)."""
-        self._free.frombytes(blocks)
-        if payer.account is not None:
-            payer.account.used -= len(blocks) >> 2
-
-    def _make_room(self, needed: int, payer: Node, target: Node, head: int = 0) -> None:
-        """Refuse unless `needed` blocks can be had without touching the path to `target` (its first `head` blocks).
-
-        Changes nothing but what is expired.
-
-        Raises:
-            PoolExhausted, QuotaExceeded.
-
-        """
-        node = target
-        spared = 0
-        if head and target.ref == 0 and not target.fence:
-            spared = head - target.num_blocks  # the rest of a partly hit run stays evictable
-        while node.ref == 0:
-            if not node.fence:
-                spared += node.num_blocks
-            node = node.parent
-        allocatable = len(self._free) + self._cached - spared
-        if needed > allocatable:
-            raise PoolExhausted(
-                needed,
-                allocatable_blocks=allocatable,
-                num_blocks=self.num_blocks,
-                retry_after_step=self._quarantine.retry_after(needed - allocatable),
-            )
-
-    def _evict(self, count: int, taken: list[bytes] | None = None) -> int:
-        """Evict up to `count` blocks, tail blocks of the policy's victims first. Return how many went.
-
-        O(1) a block plus one policy decision a run.
-        """
-        left = count
-        free = self._free
-        groups = self._groups
-        while left > 0:
-            run = groups.victim() if groups.many else self._policy.victim()
-            if run is None:
-                break
-            assert isinstance(run, Node)
-            policy = run.policy
-            assert policy is not None
-            gone = run.blocks
-            size = len(gone) >> 2
-            if size > left:
-                policy.evicted(run, left)
-                keep = size - left
-                gone = gone[keep * 4 :]
-                if self._events is not None:
-                    self._events.removed(run, gone)
-                run.blocks = run.blocks[: keep * 4]
-                run.key = run.key[: keep * self._stride]
-                run.end -= left
-                size = left
-            else:
-                policy.evicted(run, size)
-                policy.remove(run)
-                policy.dropped(run)
-                if self._events is not None:
-                    self._events.removed(run, gone)
-                self._detach(run)
-            left -= size
-            free.frombytes(gone)
-            if run.account is not None:
-                run.account.used -= size
-            if taken is not None:
-                taken.append(gone)
-        went = count - left
-        self._cached -= went
-        self._tree_blocks -= went
-        self._evicted_blocks += went
-        return went
+    def _count_cached(self, node: Node, change: int) -> None:
+        """Count blocks of `node` that became cached, or are no longer."""
+        self._cached += change
+        if node.account is not None:
+            node.account.cached += change

@@ -20,7 +20,9 @@ def attach(pool: Pool, *, expected: PoolSpec) -> KvPool:
     """
     require_equal(expected, pool.spec)
     if not isinstance(pool.attachment, MemfdAttachment):
-        raise PoolMismatch(f"attachment: this worker maps memfd pools, the pool offers {type(pool.attachment).__name__}")
+        raise PoolMismatch(
+            f"attachment: this worker maps memfd pools, the pool offers {type(pool.attachment).__name__}"
+        )
     descriptor = receive_descriptor(pool.attachment.socket_path, tag=pool.pool_id)
     try:
         memory = map_memfd(descriptor, pool_bytes(pool.spec))

@@ -30,14 +30,12 @@ from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model, pool_sp
 @click.option(
     "--socket",
     "socket_address",
-    help="Unix socket that hands the memory to workers: a path, or @name for an abstract one.  [default: a fresh @name]",
+    help="Unix socket that hands out the memory: a path, or @name for an abstract one.  [default: a fresh @name]",
 )
 @click.option("--name", default="pool", show_default=True, help="Shown to operators.")
 @address_option
 @ready_fd_option
-def command(
-    address: str, model: str, dtype: str, socket_address: str | None, name: str, ready_fd: int | None
-) -> None:
+def command(address: str, model: str, dtype: str, socket_address: str | None, name: str, ready_fd: int | None) -> None:
     """Allocate and hold the physical pool of KV blocks.
 
     The manager at --address decides how many blocks of how many tokens there are, the model decides how many bytes one

@@ -17,7 +17,7 @@ class PoolHolder:
     """Own one allocation of `pool_bytes(spec)` and serve it to workers of this user until closed.
 
     `pool_id` is new for every allocation, so that cached metadata never outlives the bytes that it describes. Memory is
-    freed when the holder has closed *and* no worker maps it any more. Raises `PoolMemoryError` when there is not enough.
+    freed when the holder has closed *and* no worker maps it any more. Raises `PoolMemoryError` when memory is short.
     """
 
     def __init__(self, spec: PoolSpec, *, socket_address: str | None = None) -> None:
@@ -49,5 +49,7 @@ class PoolHolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

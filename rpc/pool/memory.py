@@ -62,7 +62,7 @@ def map_memfd(descriptor: int, size_bytes: int) -> mmap.mmap:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Return how much memory could still be taken here: the machine's MemAvailable, or less in a limited cgroup (v2)."""
+    """Return how much memory could be taken here: the machine's MemAvailable, or less in a limited cgroup (v2)."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024

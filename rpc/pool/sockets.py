@@ -109,7 +109,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def remove_stale_socket(path: str) -> None:
-    """Remove a unix socket that a killed process left. Raises FileExistsError for one in use or for another kind of file."""
+    """Remove a unix socket that a killed process left. Raises FileExistsError for one in use or another file."""
     if not Path(path).exists():
         return
     if not Path(path).is_socket():

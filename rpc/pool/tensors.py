@@ -13,7 +13,7 @@ from radixpool.rpc.pool_types import PoolSpec
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """Every layer's K and V, each `[num_blocks, num_kv_heads, block_size, head_dim]`, in memory others write to as well."""
+    """Every layer's K and V, each `[num_blocks, num_kv_heads, block_size, head_dim]`, in shared memory."""
 
     spec: PoolSpec
     k: tuple[torch.Tensor, ...]

@@ -17,7 +17,9 @@ def build_batch(running: Sequence[RunningSequence], chunks: Sequence[Chunk], *, 
     sequences = [running[chunk.index] for chunk in chunks]
     ends = np.cumsum([chunk.end - chunk.start for chunk in chunks])
     sampled = [row for row, chunk in enumerate(chunks) if chunk.end == len(sequences[row].tokens)]
-    token_ids = [token for chunk, seq in zip(chunks, sequences, strict=True) for token in seq.tokens[chunk.start : chunk.end]]
+    token_ids = [
+        token for chunk, seq in zip(chunks, sequences, strict=True) for token in seq.tokens[chunk.start : chunk.end]
+    ]
     slots = [slots_of(seq, chunk.start, chunk.end, block_size) for chunk, seq in zip(chunks, sequences, strict=True)]
     return StepBatch(
         token_ids=np.asarray(token_ids, np.int64),

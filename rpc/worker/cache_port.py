@@ -1,7 +1,7 @@
 """What the engine needs from a cache: operations in, one result or error each, in order.
 
-A manager's session (`radixpool.rpc.client.Session.batch`) is one; `LocalPort` drives a `RadixCache` of this process, for
-tests and for embedding.
+A manager's session (`radixpool.rpc.client.Session.batch`) is one; `LocalPort` drives a `RadixCache` of this process,
+for tests and for embedding.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class LocalPort:
                 return Reserved(sequence.block_table[before:])
             case Commit(handle, upto):
                 done = self._cache.commit(self._sequence(handle), upto)
-                return Committed(done.committed_tokens, tuple(Remap(*remap) for remap in done.remaps))
+                remaps = tuple(Remap(remap.index, remap.old_block, remap.new_block) for remap in done.remaps)
+                return Committed(done.committed_tokens, remaps)
             case Release(handle):
                 self._cache.release(self._sequence(handle))
                 del self._sequences[handle]

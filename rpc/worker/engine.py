@@ -137,8 +137,10 @@ class Engine:
         return True
 
     def interrupt(self, error: Exception) -> None:
-        """Void every handle without a word to the cache, which is lost. Owned requests start over where they were once
-        there is a cache again; callers' own sequences end with `error`."""
+        """Void every handle without a word to the cache, which is lost.
+
+        Owned requests go on where they were once there is a cache again; callers' own sequences end with `error`.
+        """
         for sequence in self._running:
             if sequence.owned:
                 self._requeue(sequence)
@@ -179,35 +181,40 @@ class Engine:
             self._drop([sequence for sequence in self._running if sequence.call in cancelled])
 
     def _admit(self) -> None:
-        """Admit waiting requests in order until one is refused for want of blocks; running ones come first."""
+        """Admit waiting requests in order; when one is refused for want of blocks, those behind it wait too.
+
+        Not so callers' own sequences: they hold their blocks already, and may be what the others wait for.
+        """
         starving = any(sequence.starved_since is not None for sequence in self._running)
-        if starving or self._clock() < self._retry_at:
-            return
+        short = starving or self._clock() < self._retry_at
         for call in list(self._waiting):
             if len(self._running) >= self._limits.max_running:
                 return
-            if self._shares_with_prefill(call):
+            if isinstance(call.source, PromptSource) and (short or self._shares_with_prefill(call.source)):
                 continue
-            try:
-                sequence = self._open(call)
-            except _REFUSALS:
+            if not self._try_admit(call):
                 self._retry_at = self._clock() + self._limits.retry_interval_s
-                return
-            except (RadixPoolError, ValueError, TypeError) as error:
-                self._waiting.remove(call)
-                call.events.put(error)
-                continue
-            self._waiting.remove(call)
-            self._running.append(sequence)
-            if call.resumed is None:
-                self._reused_tokens += sequence.cached_tokens
-                call.events.put(GenerateStarted(sequence.num_prompt, sequence.cached_tokens))
+                short = True
 
-    def _shares_with_prefill(self, call: GenerateCall) -> bool:
-        """Whether a running prompt is about to compute a prefix of this one: waiting for it beats doing it twice."""
-        source = call.source
-        if isinstance(source, HandleSource):
+    def _try_admit(self, call: GenerateCall) -> bool:
+        """Start a request, or end it with the reason why it can never start; False when it has to wait for blocks."""
+        try:
+            sequence = self._open(call)
+        except _REFUSALS:
             return False
+        except (RadixPoolError, ValueError, TypeError) as error:
+            self._waiting.remove(call)
+            call.events.put(error)
+            return True
+        self._waiting.remove(call)
+        self._running.append(sequence)
+        if call.resumed is None:
+            self._reused_tokens += sequence.cached_tokens
+            call.events.put(GenerateStarted(sequence.num_prompt, sequence.cached_tokens))
+        return True
+
+    def _shares_with_prefill(self, source: PromptSource) -> bool:
+        """Whether a running prompt is about to compute a prefix of this one: waiting for it beats doing it twice."""
         for other in self._running:
             if not other.prefilling or not isinstance(other.call.source, PromptSource):
                 continue
@@ -366,7 +373,7 @@ class Engine:
         sequence.call.events.put(GenerateTokens((token,)))
 
     def _report(self, sequence: RunningSequence) -> Iterator[ops.Operation]:
-        """Yield what the cache has to be told. The last token of an owned sequence is never computed, so never known."""
+        """Yield what the cache has to be told. The last token of an owned sequence is never computed."""
         if sequence.computed - sequence.computed % self._limits.block_size > sequence.findable:
             yield ops.Commit(sequence.handle, sequence.computed)
         if sequence.finish_reason is not None and sequence.owned:

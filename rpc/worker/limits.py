@@ -56,7 +56,9 @@ def check_prompt(tokens: npt.NDArray[np.uint32], sampling: SamplingParams, limit
         raise ValueError("tokens must hold at least 1 token, got 0")
     largest = int(tokens.argmax())
     if tokens[largest] >= limits.vocab_size:
-        raise ValueError(f"tokens[{largest}] must be below the vocabulary size {limits.vocab_size}, got {tokens[largest]}")
+        raise ValueError(
+            f"tokens[{largest}] must be below the vocabulary size {limits.vocab_size}, got {tokens[largest]}"
+        )
     total = len(tokens) + sampling.max_new_tokens
     asked = f"{len(tokens)} prompt tokens + max_new_tokens {sampling.max_new_tokens} = {total}"
     if total > limits.context_tokens:

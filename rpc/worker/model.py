@@ -57,7 +57,7 @@ def paged_attention(
     paged_step: PagedStep,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write this layer's new KV and attend; query `[1, H, T, D]`, key and value `[1, KVH, T, D]`, out `[1, T, H, D]`."""
+    """Write this layer's KV and attend; query `[1, H, T, D]`, key and value `[1, KVH, T, D]`, out `[1, T, H, D]`."""
     layer: int = module.layer_idx  # type: ignore[assignment]
     k_pool, v_pool = paged_step.pool.k[layer], paged_step.pool.v[layer]
     k, v, q = (tensor[0].transpose(0, 1).contiguous() for tensor in (key, value, query))
@@ -171,9 +171,8 @@ def end_of_sequence_ids(model: Any) -> frozenset[int]:
 def rows_for_stable_sums(model: Any) -> int:
     """Return from how many rows on a matrix product gives each row the same bits, whatever their number.
 
-    BLAS libraries take another path, with another order of summation, for very few rows (with MKL on AVX-512: fewer than
-    4). Tried out on the model's own matrices; the largest candidate when none is stable. Other devices than the CPU are
-    not padded: 1.
+    BLAS libraries take another path, with another order of summation, for very few rows (MKL on AVX-512: fewer than 4).
+    Tried out on the model's own matrices; the largest candidate when none is stable. 1 on other devices than the CPU.
     """
     linears = {tuple(module.weight.shape): module for module in model.modules() if isinstance(module, torch.nn.Linear)}
     if next(model.parameters()).device.type != "cpu":

@@ -124,11 +124,15 @@ def _read_gguf(path: Path) -> dict[str, Any]:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ModelUnavailable(f"{path}: reading GGUF needs the package gguf: pip install 'radixpool[worker]'") from error
+        raise ModelUnavailable(
+            f"{path}: reading GGUF needs the package gguf: pip install 'radixpool[worker]'"
+        ) from error
     try:
         reader = GGUFReader(path)
         end = max((int(tensor.data_offset + tensor.n_bytes) for tensor in reader.tensors), default=0)
-        metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+        metadata = {
+            name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")
+        }
         metadata["num_tokenizer_tokens"] = len(reader.fields["tokenizer.ggml.tokens"].data)
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
         raise ModelUnavailable(f"{path}: not a readable GGUF file: {error}") from error
@@ -149,7 +153,9 @@ def _from_directory(directory: Path) -> ModelSource:
         value = config.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or value < 1:
-            raise ModelUnavailable(f"{directory / 'config.json'}: {key} must be a whole number of at least 1, got {value}")
+            raise ModelUnavailable(
+                f"{directory / 'config.json'}: {key} must be a whole number of at least 1, got {value}"
+            )
         return value
 
     heads = size("num_attention_heads")

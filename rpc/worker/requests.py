@@ -50,8 +50,8 @@ class GenerateCall:
 class RunningSequence:
     """An admitted request.
 
-    `tokens` are prompt and answer so far; the KV of the first `computed` is in the pool, the first `registered` are known
-    to the cache. `findable` is the length that may be shared, whose blocks must not be written any more.
+    `tokens` are prompt and answer so far; the KV of the first `computed` is in the pool, the first `registered` are
+    known to the cache. `findable` is the length that may be shared, whose blocks must not be written any more.
     Invariant: findable <= computed <= len(tokens), computed <= registered <= len(tokens).
     """
 

@@ -29,20 +29,22 @@ from radixpool.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 
-class _Hangup(Exception):  # noqa: N818 - an event, not an error
+class _Hangup(Exception):
     """The caller has gone: wakes the thread that streams to it."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serve one engine. `pool` returns what it is attached to now, with its id."""
 
-    def __init__(self, engine: Engine, pool: Callable[[], tuple[PoolSpec, bytes]], *, name: str, context_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, pool: Callable[[], tuple[PoolSpec, bytes]], *, name: str, context_tokens: int
+    ) -> None:
         self._engine = engine
         self._pool = pool
         self._name = name
         self._context_tokens = context_tokens
 
-    def Generate(  # noqa: N802 - the name of the RPC
+    def Generate(
         self, request: worker_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.GenerateResponse]:
         """Queue the request and stream its events; a caller that hangs up cancels it."""
@@ -63,7 +65,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if isinstance(event, GenerateFinished):
                 return
 
-    def GetStatus(  # noqa: N802 - the name of the RPC
+    def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> worker_pb2.GetStatusResponse:
         """Return what the worker runs and how busy it is."""

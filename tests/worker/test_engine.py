@@ -7,7 +7,7 @@ import pytest
 from radixpool.radix import Namespace, PoolExhausted, UnknownSequence
 from radixpool.rpc.errors import LimitExceeded
 from radixpool.rpc.generation import FinishReason, SamplingParams
-from radixpool.rpc.operations import Acquire, Acquired, GetBlockTables
+from radixpool.rpc.operations import Acquire, Acquired, GetBlockTables, Release
 from radixpool.rpc.worker.cache_port import CacheLost
 from radixpool.rpc.worker.engine import InternalError
 from radixpool.rpc.worker.step import OutOfMemory
@@ -173,6 +173,21 @@ def test_the_youngest_starts_over_when_the_pool_is_short(make_harness, answer_of
     for call, prompt in zip(calls, prompts, strict=True):
         assert answer_of(call).tokens == expected_tokens(prompt, greedy(20))
     assert harness.cache.stats().held_blocks == 0
+
+
+def test_a_refused_request_does_not_hold_up_a_borrowed_one_whose_blocks_it_waits_for(
+    make_harness, answer_of, expected_tokens
+):
+    harness = make_harness(num_blocks=8, reserve_tokens=0)
+    handle = harness.port.batch([Acquire([1] * 20, Namespace(), reserve=8)])[0].handle
+    own = harness.submit([2] * 9, 3)  # first in the queue, but there are not enough blocks
+    borrowed = harness.submit_handle(handle, 4)
+    for _ in range(6):
+        harness.step()
+    assert answer_of(borrowed).tokens == expected_tokens([1] * 20, greedy(4))
+    harness.port.batch([Release(handle)])
+    harness.drain()
+    assert answer_of(own).tokens == expected_tokens([2] * 9, greedy(3))
 
 
 def test_a_borrowed_sequence_that_gets_no_block_fails_after_the_stall_timeout(make_harness, answer_of):

@@ -13,7 +13,9 @@ from radixpool.rpc.worker.cache_port import CacheLost
 from radixpool.rpc.worker.step import OutOfMemory
 
 PREFIXES = ([1] * 12, [1] * 6 + [2] * 6, [3, 4] * 10, [])
-prompts = st.tuples(st.sampled_from(PREFIXES), st.lists(st.integers(0, 4), min_size=1, max_size=6)).map(lambda p: p[0] + p[1])
+prompts = st.tuples(st.sampled_from(PREFIXES), st.lists(st.integers(0, 4), min_size=1, max_size=6)).map(
+    lambda p: p[0] + p[1]
+)
 
 
 def machine(make_harness, answer_of, expected_tokens):
@@ -126,6 +128,10 @@ def machine(make_harness, answer_of, expected_tokens):
 def test_outputs_are_right_whatever_happens(make_harness, answer_of, expected_tokens):
     run = machine(make_harness, answer_of, expected_tokens).TestCase
     run.settings = settings(
-        max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+        max_examples=150,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
     )
     run().runTest()

@@ -103,6 +103,8 @@ class EvictionPolicy(ABC):
     merges_runs: ClassVar[bool] = False
     #: Whether candidates go as soon as a sequence is released, not when room is needed.
     evicts_on_release: ClassVar[bool] = False
+    #: At most so many blocks of the run that `victim` returned last may go before it is asked again; `victim` sets it.
+    allowance: int = 1 << 62
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

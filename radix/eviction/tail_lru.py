@@ -62,11 +62,15 @@ class TailLRU(EvictionPolicy):
         run.prev = run.next = None
 
     def victim(self) -> Run | None:
-        """Return the oldest candidate whose end is cheap to lose, else the oldest. O(1)."""
+        """Return the oldest candidate whose end is cheap to lose, else the oldest. O(1).
+
+        Of a cheap one only what it can spare may go before the next question.
+        """
         self._orphaned = None
         for ranked in (self._cheap, self._dear):
             if ranked:
                 run: Run = ranked[0][2]
+                self.allowance = self._spare - run.data if ranked is self._cheap else run.num_blocks
                 return run
         return None
 

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 
 from radixpool.rpc import limits
-from radixpool.rpc.address import parse_address
+from radixpool.rpc.security.client import ClientSecurity
 
 KEEPALIVE_TIME_MS: Final = 10_000
 KEEPALIVE_TIMEOUT_MS: Final = 5_000
@@ -29,11 +29,14 @@ CHANNEL_OPTIONS: Final = (
 )
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """Return a channel to `address`; it connects when first used. Raises ValueError for a malformed address."""
-    return grpc.insecure_channel(parse_address(address).target, options=CHANNEL_OPTIONS)
+def open_channel(address: str, security: ClientSecurity | None = None) -> grpc.Channel:
+    """Return a channel to `address`; it connects when first used. `security` None means what the environment says.
+
+    Raises ValueError for a malformed address and for credentials that would travel in the clear.
+    """
+    return (security or ClientSecurity.from_environment()).open_channel(address, CHANNEL_OPTIONS)
 
 
-def open_async_channel(address: str) -> grpc.aio.Channel:
-    """Return an asyncio channel to `address`; it connects when first used."""
-    return grpc.aio.insecure_channel(parse_address(address).target, options=CHANNEL_OPTIONS)
+def open_async_channel(address: str, security: ClientSecurity | None = None) -> grpc.aio.Channel:
+    """Return an asyncio channel; as `open_channel`."""
+    return (security or ClientSecurity.from_environment()).open_async_channel(address, CHANNEL_OPTIONS)

@@ -47,6 +47,7 @@ class Engine:
         self.expired_leases = 0
         self.fenced_requests = 0
         self.open_sessions = 0
+        self.on_refusal: Callable[[str], None] = lambda _reason: None
         self.lock = threading.Lock()
         self._clock = clock
         self._random_bytes = random_bytes
@@ -61,7 +62,10 @@ class Engine:
     def _start_cache(self) -> None:
         self.cache = RadixCache(self.options.num_blocks, self.options.block_size, policy=self.options.policy)
         self.handles = HandleTable(self._random_bytes)
-        self.operations = Operations(self.cache, self.handles)
+        self.operations = Operations(self.cache, self.handles, on_refusal=self._refused)
+
+    def _refused(self, reason: str) -> None:
+        self.on_refusal(reason)
 
     # Requests.
 

@@ -1,6 +1,6 @@
 """Capabilities: 16 random bytes on the wire, a sequence of the cache inside.
 
-A handle works while its owner's lease is alive; who knows it may use it.
+A handle works while its owner's lease is alive, within its tenant; who knows it may use it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from radixpool.radix.errors import UnknownSequence
 from radixpool.rpc import limits
 from radixpool.rpc.errors import LimitExceeded
 from radixpool.rpc.manager.leases import Lease
+from radixpool.rpc.security.identity import current_tenant
 
 
 class Held:
@@ -59,7 +60,9 @@ class HandleTable:
             if len(handle) != limits.HANDLE_BYTES:
                 raise ValueError(f"handle must be {limits.HANDLE_BYTES} bytes, got {len(handle)}")
             raise UnknownSequence(fingerprint(handle))
-        if not held.lease.alive:
+        tenant = current_tenant()
+        # A handle of another tenant is answered like one that never was.
+        if not held.lease.alive or (tenant is not None and held.sequence.namespace.tenant != tenant):
             raise UnknownSequence(fingerprint(handle))
         return held
 

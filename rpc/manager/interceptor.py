@@ -6,6 +6,7 @@ The wrapped handler of each method is made once and kept, so a call costs one di
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -70,6 +71,8 @@ def abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
     if isinstance(error, grpc.RpcError) or not context.is_active():
         raise error  # the client has gone: there is nobody to answer
     if row_of(error) is None:
-        _LOG.error("a handler failed", exc_info=error)
+        # Class and places only: the message could hold what the request held.
+        trace = "".join(traceback.format_tb(error.__traceback__))
+        _LOG.error("a handler failed: %s\n%s", type(error).__name__, trace)
     context.abort_with_status(rpc_status.to_status(status_from_error(error)))
     raise AssertionError("abort_with_status returned")

@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from radixpool.rpc import limits
-from radixpool.rpc.errors import Fenced, LimitExceeded
+from radixpool.rpc.errors import Fenced, LimitExceeded, PermissionDenied
+from radixpool.rpc.security.identity import current_tenant
 
 
 class Lease:
@@ -19,12 +20,25 @@ class Lease:
     No reply to a request up to `reply_floor` is kept except those in `replied`.
     """
 
-    __slots__ = ("alive", "client_id", "deadline", "epoch", "handles", "name", "replied", "reply_floor", "role")
+    __slots__ = (
+        "alive",
+        "client_id",
+        "deadline",
+        "epoch",
+        "handles",
+        "name",
+        "replied",
+        "reply_floor",
+        "role",
+        "tenant",
+    )
 
     def __init__(self, client_id: bytes, *, name: str, role: int, epoch: int, deadline: float) -> None:
         self.client_id = client_id
         self.name = name
         self.role = role
+        # Whose callers alone may use the lease; None for clients that serve all tenants.
+        self.tenant = current_tenant()
         self.epoch = epoch
         self.deadline = deadline
         self.alive = True
@@ -51,10 +65,13 @@ class LeaseTable:
     def register(self, client_id: bytes, *, name: str, role: int) -> tuple[Lease, Lease | None]:
         """Start a new epoch of a client. Returns its lease and the dead lease of the epoch before, if there was one.
 
-        Raises LimitExceeded, nothing changed.
+        Raises LimitExceeded, PermissionDenied, nothing changed.
         """
         if client_id not in self._leases and len(self._leases) >= limits.MAX_CLIENTS:
             raise LimitExceeded(f"clients: the limit is {limits.MAX_CLIENTS}, all are registered")
+        known = self._leases.get(client_id)
+        if known is not None and known.tenant != current_tenant():
+            raise PermissionDenied("client_id is registered by a client of another tenant")
         former = self.end(client_id)
         deadline = self._clock() + self._ttl_s
         lease = Lease(client_id, name=name, role=role, epoch=self._next_epoch, deadline=deadline)
@@ -65,7 +82,7 @@ class LeaseTable:
     def admit(self, client_id: bytes, epoch: int) -> Lease:
         """Return the live lease of this epoch. Raises Fenced. O(1)."""
         lease = self._leases.get(client_id)
-        if lease is None:
+        if lease is None or lease.tenant != current_tenant():
             raise Fenced("client is not registered: its lease expired, or the manager was restarted; register again")
         if lease.epoch != epoch:
             raise Fenced(f"epoch {epoch} is over, the client is in epoch {lease.epoch}; register again")

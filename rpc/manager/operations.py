@@ -16,18 +16,19 @@ from radixpool.rpc import limits
 from radixpool.rpc.convert import namespace_from_wire
 from radixpool.rpc.manager.handles import HandleTable
 from radixpool.rpc.manager.leases import Lease
-from radixpool.rpc.status import status_from_error
+from radixpool.rpc.status import row_of, status_from_error
 from radixpool.v1 import cache_pb2, common_pb2
 
 Handler: TypeAlias = Callable[[Lease, Any, Any], None]
 
 
 class Operations:
-    """The handlers over one cache and its handles."""
+    """The handlers over one cache and its handles. `on_refusal` hears the reason of each error inside a reply."""
 
-    def __init__(self, cache: RadixCache, handles: HandleTable) -> None:
+    def __init__(self, cache: RadixCache, handles: HandleTable, *, on_refusal: Callable[[str], None]) -> None:
         self._cache = cache
         self._handles = handles
+        self._on_refusal = on_refusal
         self.handlers: dict[str, Handler] = {
             "acquire": self._acquire,
             "extend": self._extend,
@@ -57,7 +58,7 @@ class Operations:
             reply.SetInParent()
             self.handlers[kind](lease, getattr(operation, kind), reply)
         except (RadixPoolError, ValueError, TypeError) as error:
-            result.error.CopyFrom(status_from_error(error))
+            self._refuse(result, error)
 
     def match(self, request: cache_pb2.MatchRequest, reply: cache_pb2.MatchResponse) -> None:
         """Say how much is cached. O(length of the match)."""
@@ -74,7 +75,13 @@ class Operations:
             try:
                 self._describe(handle, result.sequence)
             except (RadixPoolError, ValueError) as error:
-                result.error.CopyFrom(status_from_error(error))
+                self._refuse(result, error)
+
+    def _refuse(self, result: cache_pb2.OperationResult | cache_pb2.BlockTableResult, error: Exception) -> None:
+        row = row_of(error)
+        assert row is not None, "every error that a handler may raise has a row"
+        self._on_refusal(row.reason)
+        result.error.CopyFrom(status_from_error(error))
 
     def _describe(self, handle: bytes, view: cache_pb2.SequenceView) -> None:
         sequence = self._handles.get(handle).sequence

@@ -20,17 +20,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixpool.kernels.device_attend import attend_items, merge_partials
-from radixpool.kernels.launch import TILE_ROWS, TileConfig, next_power_of_two, tile_config
+from radixpool.kernels.device_attend import UNSPECIALISED, attend_items, merge_partials
+from radixpool.kernels.launch import TILE_ROWS, tile_config, uses_pairs
 from radixpool.kernels.spec import AttentionSpec
-from radixpool.kernels.triton_backend import MERGE_PARTS, attend_constants, attend_options
+from radixpool.kernels.triton_backend import Features, attend_variant, merge_variant
+from radixpool.kernels.variant import KernelVariant
 
 POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 FLOATS = ("scale", "v_factor", "soft_cap")
-NOT_SPECIALISED = ("stride_table", "window", "stride_ks_block", "stride_ks_head", "stride_ks_token", "stride_vs_block",
-                   "stride_vs_head", "stride_vs_token")  # fmt: skip
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,13 @@ class BuiltKernel:
     asm: dict[str, Any]
 
 
-def attend_source(
-    spec: AttentionSpec, config: TileConfig, tile_rows: int, *, pairs: bool, **features: bool
-) -> ASTSource:
+def attend_source(spec: AttentionSpec, variant: KernelVariant) -> ASTSource:
     """Return the source of `attend_items` as a server with these shapes would compile it."""
-    constants = attend_constants(spec, config, tile_rows, pairs=pairs, **features)
+    constants = variant.constants
+    pairs = constants["PAIRS"]
     kv = "*i16" if pairs else POINTERS[spec.kv_dtype]
     pointers = dict(Q=POINTERS[spec.q_dtype], OUT=POINTERS[spec.q_dtype], K=kv, V=kv)
-    integers = ("TABLES", "SEQ_LENS", "ITEMS", "ITEM_STARTS", "ORDER", "ROW_SEQ", "ROW_BACK")
+    integers = ("TABLES", "SEQ_LENS", "ITEMS", "ROWS")
     signature, attrs = {}, {}
     for i, name in enumerate(attend_items.arg_names):
         if name in constants:
@@ -63,37 +62,39 @@ def attend_source(
             signature[name] = pointers.get(name, "*i32" if name in integers else "*fp32")
         else:
             signature[name] = "i32"
-        if signature[name] not in ("constexpr", "fp32") and name not in NOT_SPECIALISED:
+        if signature[name] not in ("constexpr", "fp32") and name not in UNSPECIALISED:
             attrs[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(attend_items, signature=signature, constexprs=constants, attrs=attrs)
 
 
-def merge_source(spec: AttentionSpec, *, sinks: bool, lse: bool, pdl: bool) -> ASTSource:
+def merge_source(spec: AttentionSpec, variant: KernelVariant) -> ASTSource:
     """Return the source of `merge_partials` for these shapes."""
-    constants = dict(
-        HQ=spec.num_q_heads, DV=spec.v_head_dim, BLOCK_DV=next_power_of_two(spec.v_head_dim), BLOCK_N=MERGE_PARTS,
-        HAS_SINKS=sinks, HAS_LSE=lse, PDL=pdl,
-    )  # fmt: skip
     signature, attrs = {}, {}
     for i, name in enumerate(merge_partials.arg_names):
         kind = "*i32" if name in ("ROWS", "STARTS", "PARTS", "COUNTS") else "*fp32"
-        signature[name] = "constexpr" if name in constants else POINTERS[spec.q_dtype] if name == "OUT" else kind
+        signature[name] = "constexpr" if name in variant.constants else POINTERS[spec.q_dtype] if name == "OUT" else kind
         if signature[name] != "constexpr":
             attrs[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(merge_partials, signature=signature, constexprs=constants, attrs=attrs)
+    return ASTSource(merge_partials, signature=signature, constexprs=variant.constants, attrs=attrs)
 
 
 def resources_of(ptx: str, arch: int) -> tuple[int, int]:
     """Return registers a thread and spilled bytes, as `ptxas -v` reports them."""
-    binary = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    suffix = "a" if arch >= 90 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "kernel.ptx"
         source.write_text(ptx)
-        command = [str(binary), "-v", f"-arch=sm_{arch}{suffix}", str(source), "-o", str(Path(folder) / "kernel.cubin")]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+        target = f"-arch=sm_{arch}{'a' if arch >= 90 else ''}"
+        # Triton ships two assemblers; the older one refuses the newer PTX versions.
+        for binary in (folder / "ptxas", folder / "ptxas-blackwell"):
+            command = [str(binary), "-v", target, str(source), "-o", f"{scratch}/kernel.cubin"]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode == 0:
+                break
+        else:
+            raise RuntimeError(f"ptxas: {result.stderr[-500:]}")
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", result.stderr))
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", result.stderr))
     return registers, spills
 
 
@@ -116,14 +117,16 @@ def tile_heights(group_size: int) -> tuple[int, ...]:
 
 def model_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSource, dict[str, Any]]]:
     """Yield name, source and options of every kernel that decoding and extending with `spec` can launch."""
-    pdl = arch >= 90
-    size = spec.kv_dtype.itemsize
+    features = Features(pdl=arch >= 90)
+    head_dim = max(spec.head_dim, spec.v_head_dim)
     for height in tile_heights(spec.group_size):
-        config = tile_config(size, max(spec.head_dim, spec.v_head_dim), height, arch)
-        pairs = spec.kv_dtype == torch.float8_e4m3fn and height < 64 and min(spec.head_dim, spec.v_head_dim) >= 32
-        for chained in (False, True) if pdl else (False,):
-            name = f"attend_{spec.q_dtype}_{spec.kv_dtype}_d{spec.head_dim}_m{height}{'_chained' if chained else ''}"
-            source = attend_source(spec, config, height, pairs=pairs, pdl=pdl)
-            yield name.replace("torch.", ""), source, attend_options(config, pdl=chained)
-    options: dict[str, Any] = dict(num_warps=2, launch_pdl=True) if pdl else dict(num_warps=2)
-    yield f"merge_d{spec.v_head_dim}", merge_source(spec, sinks=False, lse=False, pdl=pdl), options
+        config = tile_config(spec.kv_dtype.itemsize, head_dim, height, arch)
+        pairs = uses_pairs(spec, height, interpreted=False)
+        for chained in (False, True) if features.pdl else (False,):
+            variant = attend_variant(spec, config, height, features, pairs=pairs, chained=chained)
+            kind = f"{spec.q_dtype}_{spec.kv_dtype}".replace("torch.", "")
+            name = f"attend_{kind}_d{spec.head_dim}_m{height}{'_chained' if chained else ''}"
+            yield name, attend_source(spec, variant), variant.options
+    for many in (False, True):
+        merge = merge_variant(spec, features, many=many, chained=features.pdl)
+        yield f"merge_d{spec.v_head_dim}{'_many' if many else ''}", merge_source(spec, merge), merge.options

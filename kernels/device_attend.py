@@ -15,6 +15,12 @@ NEG_INF = tl.constexpr(float("-inf"))
 PAIR_SCALE = tl.constexpr(256.0)
 # Fields of one item record; see forest.py.
 RECORD = tl.constexpr(8)
+ROW_RECORD = tl.constexpr(4)
+# Integers whose value must not choose another compilation: they change from batch to batch or are zero when unused.
+UNSPECIALISED = [
+    "stride_table", "window", "stride_ks_block", "stride_ks_head", "stride_ks_token", "stride_vs_block",
+    "stride_vs_head", "stride_vs_token",
+]  # fmt: skip
 
 
 @triton.jit
@@ -44,7 +50,8 @@ def block_of(pos, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def tile_scores(q, q_odd, k, PAIRS: tl.constexpr):
-    """Return q @ k in float32 [BM, BN]; with PAIRS, k holds e4m3 pairs [D/2, BN] and q its even and odd columns."""
+    """Return q @ k.T in float32 [BM, BN]; with PAIRS, k holds e4m3 pairs [BN, D/2] and q its even and odd columns."""
+    k = tl.trans(k)
     if PAIRS:
         x = tl.dot(q, low_halves(k))
         x = tl.dot(q_odd, high_halves(k), x)
@@ -100,7 +107,7 @@ def walk_tiles(
     stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, SAME_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens [begin, stop) of one table into the running state; with MASKED they end at `end` <= `stop`."""
     n = tl.arange(0, BN)
@@ -113,17 +120,21 @@ def walk_tiles(
         page = block.to(tl.int64)
         block = tl.load(table + block_of(cols + BN, BLOCK_SIZE), mask=cols + BN < end, other=0)
         offset = cols - block_of(cols, BLOCK_SIZE) * BLOCK_SIZE
-        k_ptr = K + (page * stride_k_block + head * stride_k_head + offset * stride_k_token)[None, :] + d[:, None]
-        v_ptr = V + (page * stride_v_block + head * stride_v_head + offset * stride_v_token)[:, None] + dv[None, :]
+        k_offset = page * stride_k_block + head * stride_k_head + offset * stride_k_token
+        v_offset = k_offset
+        if not SAME_STRIDES:
+            v_offset = page * stride_v_block + head * stride_v_head + offset * stride_v_token
+        k_ptr = K + k_offset[:, None] + d[None, :]
+        v_ptr = V + v_offset[:, None] + dv[None, :]
         if MASKED:
             live = cols < end
-            k = tl.load(k_ptr, mask=live[None, :] & (d < D)[:, None], other=0.0)
+            k = tl.load(k_ptr, mask=live[:, None] & (d < D)[None, :], other=0.0)
             v = tl.load(v_ptr, mask=live[:, None] & (dv < DV)[None, :], other=0.0)
         elif D == BLOCK_D and DV == BLOCK_DV:
             k = tl.load(k_ptr)
             v = tl.load(v_ptr)
         else:
-            k = tl.load(k_ptr, mask=(d < D)[:, None], other=0.0)
+            k = tl.load(k_ptr, mask=(d < D)[None, :], other=0.0)
             v = tl.load(v_ptr, mask=(dv < DV)[None, :], other=0.0)
         k_scales = 1.0
         v_scales = 1.0
@@ -139,9 +150,21 @@ def walk_tiles(
     return top, total, acc, acc_odd
 
 
-@triton.jit(do_not_specialize=["stride_table", "window"])
+@triton.jit
+def load_record(record, exists):
+    """Load one item: row start, rows, table, begin, end, first part."""
+    row_start = tl.load(record, mask=exists, other=0)
+    num_rows = tl.load(record + 1, mask=exists, other=0)
+    seq = tl.load(record + 2, mask=exists, other=0)
+    begin = tl.load(record + 3, mask=exists, other=0)
+    end = tl.load(record + 4, mask=exists, other=0)
+    part = tl.load(record + 5, mask=exists, other=0)
+    return row_start, num_rows, seq, begin, end, part
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def attend_items(
-    Q, K, V, OUT, LSE, PART, PART_LSE, TABLES, SEQ_LENS, ITEMS, ITEM_STARTS, ORDER, ROW_SEQ, ROW_BACK,
+    Q, K, V, OUT, LSE, PART, PART_LSE, TABLES, SEQ_LENS, ITEMS, ROWS,
     K_SCALE, V_SCALE, SINKS, scale, v_factor, soft_cap, window,
     stride_q_row, stride_q_head, stride_table,
     stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
@@ -150,9 +173,12 @@ def attend_items(
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TILE_DTYPE: tl.constexpr, PAIRS: tl.constexpr, HEAD_SCALES: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     CAP: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Run the items ITEM_STARTS[cta] to ITEM_STARTS[cta + 1] for one KV head; grid (kv_heads, ctas)."""
+    """Run the items of one program for one KV head; grid (kv_heads, programs).
+
+    Item `program` is its first; the others lie together elsewhere. Few loads depend on one another: a cold one costs 1 us.
+    """
     head = tl.program_id(0)
     cta = tl.program_id(1)
     if PDL:
@@ -173,20 +199,17 @@ def attend_items(
         out_scale = out_scale * PAIR_SCALE
     k_token_scales = K_SCALE
     v_token_scales = V_SCALE
-    first = tl.load(ITEM_STARTS + cta)
-    last = tl.load(ITEM_STARTS + cta + 1)
-    for item in tl.range(first, last, num_stages=1):
-        record = ITEMS + item * RECORD
-        row_start = tl.load(record)
-        num_rows = tl.load(record + 1)
-        table = TABLES + tl.load(record + 2).to(tl.int64) * stride_table
-        begin = tl.load(record + 3)
-        end = tl.load(record + 4)
-        part = tl.load(record + 5)
+    record = ITEMS + cta * RECORD
+    more = tl.load(record + 6)
+    rest = ITEMS + tl.load(record + 7) * RECORD
+    row_start, num_rows, seq, begin, end, part = load_record(record, True)
+    for i in tl.range(0, tl.where(num_rows > 0, 1 + more, 0), num_stages=1):
+        ahead = load_record(rest + i * RECORD, i < more)
+        table = TABLES + seq.to(tl.int64) * stride_table
         live = local_row < num_rows
-        row = tl.load(ORDER + row_start + local_row, mask=live, other=0)
-        seq = tl.load(ROW_SEQ + row)
-        limit = tl.load(SEQ_LENS + seq) - tl.load(ROW_BACK + row)
+        row_ptr = ROWS + (row_start + local_row) * ROW_RECORD
+        row = tl.load(row_ptr, mask=live, other=0)
+        limit = tl.load(SEQ_LENS + tl.load(row_ptr + 1, mask=live, other=0)) - tl.load(row_ptr + 2, mask=live, other=0)
         limit = tl.where(live, limit, 0)
         end = tl.minimum(end, tl.max(limit, 0))
         row_begin = limit
@@ -220,6 +243,7 @@ def attend_items(
                 stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
                 stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
                 KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, False,
+                SAME_STRIDES,
             )  # fmt: skip
         top, total, acc, acc_odd = walk_tiles(
             q, q_odd, K, V, table, k_token_scales, v_token_scales, head, mid, end, end, limit, row_begin,
@@ -227,6 +251,7 @@ def attend_items(
             stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
             stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
             KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, True,
+            SAME_STRIDES,
         )  # fmt: skip
         if PAIRS:
             acc = tl.interleave(acc, acc_odd)
@@ -253,6 +278,7 @@ def attend_items(
             tl.store(OUT + cell[:, None] * DV + dv[None, :], (acc * factor[:, None]).to(OUT.dtype.element_ty), out_mask)
             if HAS_LSE:
                 tl.store(LSE + cell, tl.where(total > 0, (top + tl.log2(safe)) * LN2, NEG_INF), mask=live)
+        row_start, num_rows, seq, begin, end, part = ahead
     if PDL:
         gdc_wait()
 
@@ -283,8 +309,8 @@ def merge_partials(
             gdc_wait()
         for start in range(first, last, BLOCK_N):
             lse2 = tl.load(PART_LSE + cell, mask=start + n < last, other=NEG_INF)
-            full = lse2 > NEG_INF
-            x = tl.load(PART + cell[:, None] * DV + dv[None, :], mask=full[:, None] & (dv < DV)[None, :], other=0.0)
+            here = (start + n < last)[:, None] & (dv < DV)[None, :]
+            x = tl.load(PART + cell[:, None] * DV + dv[None, :], mask=here, other=0.0)
             new_top = tl.maximum(top, tl.max(lse2, 0))
             base = tl.where(new_top == NEG_INF, 0.0, new_top)
             weight = tl.exp2(lse2 - base)

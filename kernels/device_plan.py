@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixpool.kernels.forest import RECORD, Forest
+from radixpool.kernels.forest import RECORD, ROW_RECORD, Forest
 from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig, ctas_per_head
 from radixpool.kernels.spec import AttentionSpec
 
 Array = NDArray[np.int32]
+MANY_PARTS = 16  # partial states a row, on average, above which the merge takes wide steps
 ALIGN = 16  # int32 entries: sections start on 64 bytes, which Triton's 16-byte specialisation needs
 
 
@@ -56,7 +57,7 @@ class PlanCapacity:
 
     def holds(self, forest: Forest) -> bool:
         """Return whether the cut batch fits."""
-        return forest.num_parts <= self.max_parts and len(forest.items) <= self.max_items
+        return forest.num_parts <= self.max_parts and forest.num_items <= self.max_items
 
 
 class DevicePlan:
@@ -70,6 +71,8 @@ class DevicePlan:
         self.sections: dict[str, Tensor] = {}
         self.heights: dict[int, int] = {}
         self.merge_grid = 0
+        self.many_parts = capacity is not None
+        self.table_stride = 0
         self.buffer: Tensor | None = None
         self.tables: Tensor | None = None
         self.part: Tensor | None = None
@@ -89,35 +92,44 @@ class DevicePlan:
         if self.capacity is None:
             return {name: len(a) for name, a in arrays.items()}
         c = self.capacity
-        fixed = {
-            "counts": ALIGN, "lens": c.max_seqs, "items": c.max_items * RECORD, "order": c.max_rows,
-            "row_seq": c.max_rows, "row_back": c.max_rows, "merge_rows": c.max_rows, "merge_starts": c.max_rows + 1,
-            "merge_parts": c.max_parts,
+        fixed: dict[str, int] = {
+            "counts": ALIGN, "lens": c.max_seqs, "rows": c.max_rows * ROW_RECORD, "merge_rows": c.max_rows,
+            "merge_starts": c.max_rows + 1, "merge_parts": c.max_parts,
         }  # fmt: skip
-        return {name: fixed.get(name, len(a)) for name, a in arrays.items()}
+        items = {f"items{h}": (c.max_items + grid) * RECORD for h, grid in self.heights.items()}
+        return fixed | items
 
-    def pad_starts(self, height: int, starts: Array) -> Array:
-        """Return `starts` for the whole grid of one tile height: programs past the last have no items."""
-        grid = ctas_per_head(self.config_of(height), self.spec, self.device)
-        return np.concatenate([starts, np.full(grid + 1 - len(starts), starts[-1], np.int32)])
+    def full_grids(self) -> dict[int, int]:
+        """Return the programs of every tile height: the grids of a plan with a capacity."""
+        heights = (h for h in TILE_ROWS if h >= self.spec.group_size)
+        return {h: ctas_per_head(self.config_of(h), self.spec, self.device) for h in heights}
+
+    def fill_grid(self, height: int, items: Array, programs: dict[int, int]) -> Array:
+        """Return the items flat, with empty ones for the programs of the grid that the cut leaves without work."""
+        idle = self.heights[height] - programs.get(height, 0)
+        if idle == 0:
+            return items.reshape(-1)
+        busy = programs.get(height, 0)
+        padded = np.concatenate([items[:busy], np.zeros((idle, RECORD), np.int32), items[busy:]])
+        padded[:busy, 7] += idle
+        return padded.reshape(-1)
 
     def upload(self, forest: Forest, tables: Array, lens: Array) -> None:
         """Copy a cut batch to the device, in one transfer for the plan and one for the tables."""
         counts = np.zeros(ALIGN, np.int32)
         counts[0] = len(forest.merge_rows)
         arrays = {
-            "counts": counts, "lens": lens, "items": forest.items.reshape(-1), "order": forest.order,
-            "row_seq": forest.row_seq, "row_back": forest.row_back, "merge_rows": forest.merge_rows,
+            "counts": counts, "lens": lens, "rows": forest.rows.reshape(-1), "merge_rows": forest.merge_rows,
             "merge_starts": forest.merge_starts, "merge_parts": forest.merge_parts,
         }  # fmt: skip
-        heights = TILE_ROWS if self.capacity is not None else forest.item_starts
-        empty = np.zeros(1, np.int32)
-        for height in heights:
-            starts = forest.item_starts.get(height, empty)
-            arrays[f"starts{height}"] = starts if self.capacity is None else self.pad_starts(height, starts)
+        self.heights = forest.programs if self.capacity is None else self.full_grids()
+        nothing = np.zeros((0, RECORD), np.int32)
+        for height in self.heights:
+            arrays[f"items{height}"] = self.fill_grid(height, forest.items.get(height, nothing), forest.programs)
         host = self.pack(arrays)
-        self.heights = {h: len(arrays[f"starts{h}"]) - 1 for h in heights}
         self.merge_grid = len(forest.merge_rows) if self.capacity is None else self.capacity.max_rows
+        if self.capacity is None:
+            self.many_parts = forest.num_parts > MANY_PARTS * max(1, len(forest.merge_rows))
         assert self.buffer is not None
         self.buffer.copy_(host)
         self.reserve_parts(forest.num_parts)
@@ -143,6 +155,7 @@ class DevicePlan:
         shape = tables.shape if self.capacity is None else (self.capacity.max_seqs, self.capacity.max_blocks)
         if self.tables is None or tuple(self.tables.shape) != shape:
             self.tables = torch.zeros(shape, dtype=torch.int32, device=self.spec.device)
+            self.table_stride = self.tables.stride(0)
         self.tables[: tables.shape[0], : tables.shape[1]].copy_(torch.from_numpy(tables))
 
     def upload_batch(self, tables: Array, lens: Array) -> None:

@@ -22,7 +22,9 @@ from radixpool.kernels.spec import AttentionSpec
 Array = NDArray[np.int32]
 Long = NDArray[np.int64]
 
-RECORD = 8  # int32 fields of an item: row start, rows, table, begin, end, first part (-1: writes the output), 0, 0
+# An item is 8 int32: row start, rows (0: nothing to do), table, begin, end, first part (-1: writes the output), and for the
+# first item of a program how many more it has and where they lie. A row is 4: row of q, sequence, tokens after it, 0.
+RECORD, ROW_RECORD = 8, 4
 TO_THE_END = np.iinfo(np.int32).max  # `end` of a sequence's last item: it grows with the length on the device
 ITEM_OVERHEAD_TOKENS = 48  # a new item refills the load pipeline: about 1 us of one program, in tokens
 ITEM_OVERHEAD_BYTES = 32 * 1024
@@ -47,22 +49,24 @@ class Segments:
 class Forest:
     """The cut batch, all int32 host arrays.
 
-    `items` `[n, RECORD]`, grouped by tile height; `item_starts[h]` `[programs + 1]` gives each program's range for height `h`.
-    `order` lists query rows as items use them; `row_seq`, `row_back` per row: its sequence and how many query tokens follow
-    it. `merge_rows` are rows made of several (or no) partial states, listed in `merge_parts` by `merge_starts`.
+    `items[h]` `[n, RECORD]` are the items of tile height `h`: first the first item of each of `programs[h]` programs, then
+    the others. `rows` `[num_rows, ROW_RECORD]` lists query rows as items use them. `merge_rows` are rows made of several (or no) partial states, listed in `merge_parts` by `merge_starts`.
     """
 
-    items: Array
-    item_starts: dict[int, Array]
-    order: Array
-    row_seq: Array
-    row_back: Array
+    items: dict[int, Array]
+    programs: dict[int, int]
+    rows: Array
     merge_rows: Array
     merge_starts: Array
     merge_parts: Array
     num_parts: int
     unique_tokens: int
     growable: bool
+
+    @property
+    def num_items(self) -> int:
+        """Items of all tile heights, empty ones included."""
+        return sum(map(len, self.items.values()))
 
 
 def sort_tables(tables: Array, blocks: Long) -> tuple[Long, Long]:
@@ -247,6 +251,19 @@ def merge_lists(
     return part, rows, starts, cell[by_row], int(width.sum())
 
 
+def first_items_first(records: Array, starts: Long) -> Array:
+    """Move each program's first item to the front, in order, and note there where its other items follow."""
+    programs = len(starts) - 1
+    count = np.diff(starts)
+    first = np.zeros(len(records), bool)
+    first[starts[:-1][count > 0]] = True
+    front = np.zeros((programs, RECORD), np.int32)
+    front[count > 0] = records[starts[:-1][count > 0]]
+    front[:, 6] = np.maximum(count - 1, 0)
+    front[:, 7] = programs + np.cumsum(front[:, 6]) - front[:, 6]
+    return np.concatenate([front, records[~first]])
+
+
 def build_forest(
     tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
     config_of: Callable[[int], TileConfig], *, min_gain_bytes: float = 1.0,
@@ -267,28 +284,34 @@ def build_forest(
     limits = np.maximum(lens64[row_seq] - row_back, 0)[sorted_rows]
     tiles = cut_rows(segments, spec.group_size, limits)
     merging = bool((~tiles.leaf).any())
-    chunks, starts, done = [], {}, 0
+    heights, chunks, starts = [], [], []
     for height in TILE_ROWS:
         own = np.flatnonzero(tiles.height == height)
         if not len(own):
             continue
-        own = own[np.lexsort((tiles.row0[own], -(tiles.end - tiles.begin)[own]))] if merging else own
+        own = own[np.argsort(-(tiles.end - tiles.begin)[own], kind="stable")] if merging else own
         programs = ctas_per_head(config_of(height), spec, device)
         tile, first, last, program = cut_tokens((tiles.end - tiles.begin)[own], programs, merging=merging)
         tile = own[tile]
         to_end = tiles.leaf[tile] & (tiles.begin[tile] + last == tiles.end[tile])
         stop = np.where(to_end, TO_THE_END, tiles.begin[tile] + last)
         chunks.append((tiles.row0[tile], tiles.rows[tile], tiles.table[tile], tiles.begin[tile] + first, stop))
-        starts[height] = (program + done).astype(np.int32)
-        done += len(tile)
+        heights.append(height)
+        starts.append(program)
     columns = [np.concatenate(c) for c in zip(*chunks, strict=True)] if chunks else [np.zeros(0, np.int64)] * 5
     part, merge_rows, merge_starts, merge_parts, num_parts = merge_lists(columns[0], columns[1], num_rows)
-    items = np.zeros((done, RECORD), np.int32)
+    records = np.zeros((len(part), RECORD), np.int32)
     for i, column in enumerate([*columns, part]):
-        items[:, i] = column
+        records[:, i] = column
+    items, done = {}, 0
+    for height, program in zip(heights, starts, strict=True):
+        items[height] = first_items_first(records[done : done + program[-1]], program)
+        done += int(program[-1])
+    rows = np.zeros((num_rows, ROW_RECORD), np.int32)
+    for i, column in enumerate((sorted_rows, row_seq[sorted_rows], row_back[sorted_rows])):
+        rows[:, i] = column
     lengths = segments.end - segments.begin
     return Forest(
-        items, starts, sorted_rows.astype(np.int32), row_seq.astype(np.int32), row_back.astype(np.int32),
-        sorted_rows[merge_rows].astype(np.int32), merge_starts.astype(np.int32), merge_parts.astype(np.int32),
-        num_parts, int(lengths.sum()), growable=int(segments.leaf.sum()) == len(active),
+        items, {h: len(p) - 1 for h, p in zip(heights, starts, strict=True)}, rows,
+        sorted_rows[merge_rows].astype(np.int32), merge_starts.astype(np.int32), merge_parts.astype(np.int32), num_parts, int(lengths.sum()), growable=int(segments.leaf.sum()) == len(active),
     )  # fmt: skip

@@ -6,22 +6,22 @@ has programmatic dependent launch they overlap: each starts when the one before 
 
 from __future__ import annotations
 
-import os
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from radixpool.kernels.device_attend import attend_items, merge_partials
 from radixpool.kernels.device_copy import merge_finished, move_blocks, rotate_rows, write_slots
-from radixpool.kernels.device_plan import DevicePlan
 from radixpool.kernels.launch import TileConfig, next_power_of_two, uses_pairs
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
 from radixpool.kernels.spec import AttentionSpec
+from radixpool.kernels.variant import INTERPRETED, KernelVariant
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-MERGE_PARTS = 16
 Scale = float | Tensor | None
 
 
@@ -49,46 +49,60 @@ def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
     return 0, scale.stride(0) if scale.ndim and len(scale) > 1 else 0, 0
 
 
-def attend_constants(
-    spec: AttentionSpec, config: TileConfig, tile_rows: int, *, head_scales: bool = False, token_scales: bool = False,
-    cap: bool = False, window: bool = False, sinks: bool = False, lse: bool = False, pdl: bool = False,
-    pairs: bool | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the compile-time arguments of `attend_items` for one tile class: the kernel's identity."""
-    if pairs is None:
-        pairs = uses_pairs(spec, tile_rows, interpreted=INTERPRETED)
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a call of attention asks of its kernels, beyond the shapes."""
+
+    head_scales: bool = False
+    token_scales: bool = False
+    cap: bool = False
+    window: bool = False
+    sinks: bool = False
+    lse: bool = False
+    same_strides: bool = True
+    pdl: bool = False
+
+
+@functools.cache
+def attend_variant(
+    spec: AttentionSpec, config: TileConfig, tile_rows: int, features: Features, *, pairs: bool, chained: bool
+) -> KernelVariant:  # fmt: skip
+    """Return the kernel of one tile class. `chained`: launched as the dependent of the launch before."""
     fp8 = spec.kv_dtype == torch.float8_e4m3fn
-    tile_dtype = torch.float16 if fp8 and not INTERPRETED else spec.q_dtype
-    if INTERPRETED:
-        tile_dtype = torch.float32
+    tile_dtype = torch.float32 if INTERPRETED else torch.float16 if fp8 else spec.q_dtype
     per = 2 if pairs else 1
-    return dict(
-        HQ=spec.num_q_heads, G=spec.group_size, D=spec.head_dim, DV=spec.v_head_dim,
-        BLOCK_D=max(16, next_power_of_two(spec.head_dim) // per),
-        BLOCK_DV=max(16, next_power_of_two(spec.v_head_dim) // per), BLOCK_SIZE=spec.block_size, BM=tile_rows,
-        BN=config.block_n, STAGES=config.num_stages, TILE_DTYPE=TRITON_DTYPES[tile_dtype], PAIRS=pairs,
-        HEAD_SCALES=head_scales, TOKEN_SCALES=token_scales, CAP=cap, WINDOW=window, HAS_SINKS=sinks, HAS_LSE=lse,
-        SPLIT=config.split and not window and not token_scales, PDL=pdl,
-    )  # fmt: skip
-
-
-def attend_options(config: TileConfig, *, pdl: bool) -> dict[str, Any]:
-    """Return the compiler options of one tile class."""
-    options: dict[str, Any] = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    constants = {
+        "HQ": spec.num_q_heads, "G": spec.group_size, "D": spec.head_dim, "DV": spec.v_head_dim,
+        "BLOCK_D": max(16, next_power_of_two(spec.head_dim) // per),
+        "BLOCK_DV": max(16, next_power_of_two(spec.v_head_dim) // per), "BLOCK_SIZE": spec.block_size,
+        "BM": tile_rows, "BN": config.block_n, "STAGES": config.num_stages, "TILE_DTYPE": TRITON_DTYPES[tile_dtype],
+        "PAIRS": pairs, "HEAD_SCALES": features.head_scales, "TOKEN_SCALES": features.token_scales,
+        "CAP": features.cap, "WINDOW": features.window, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse,
+        "SPLIT": config.split and not features.window and not features.token_scales,
+        "SAME_STRIDES": features.same_strides, "PDL": features.pdl,
+    }  # fmt: skip
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers:
         options["maxnreg"] = config.max_registers
-    if pdl:
+    if chained:
         options["launch_pdl"] = True
-    return options
+    return KernelVariant(attend_items, constants, options)
 
 
-def _triton_dtypes() -> dict[torch.dtype, Any]:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-TRITON_DTYPES = _triton_dtypes()
+@functools.cache
+def merge_variant(spec: AttentionSpec, features: Features, *, many: bool, chained: bool) -> KernelVariant:
+    """Return the kernel that merges partial states; `many` for rows of more than 16 of them."""
+    constants = {
+        "HQ": spec.num_q_heads, "DV": spec.v_head_dim, "BLOCK_DV": next_power_of_two(spec.v_head_dim),
+        "BLOCK_N": 64 if many else 16, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse, "PDL": features.pdl,
+    }  # fmt: skip
+    options: dict[str, Any] = {"num_warps": 8 if many else 2}
+    if chained:
+        options["launch_pdl"] = True
+    return KernelVariant(merge_partials, constants, options)
 
 
 def as_pairs(pool: Tensor) -> Tensor:
@@ -103,55 +117,37 @@ def attention(
     """Launch attention for a planned batch; writes every row of `out` and `lse`."""
     spec, on_device = plan.spec, plan.device_plan
     assert on_device is not None
-    if not on_device.heights and not on_device.merge_grid:
-        return
     k_number, v_number, k_tensor, v_tensor = split_scales(k_scale, v_scale)
     token_scales = k_tensor is not None and k_tensor.ndim == 3
-    sections, part, part_lse = on_device.sections, on_device.part, on_device.part_lse
-    dummy = part_lse
+    pdl = on_device.device.pdl
+    features = Features(
+        head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
+        window=window > 0, sinks=sinks is not None, lse=lse is not None,
+        same_strides=k_pool.stride() == v_pool.stride(), pdl=pdl,
+    )  # fmt: skip
+    sections, part, dummy = on_device.sections, on_device.part, on_device.part_lse
+    lse_out, sinks_in = (dummy if lse is None else lse), (dummy if sinks is None else sinks)
     chained = False
     for height in reversed(on_device.heights):
-        config = plan.config_for(height)
         pairs = uses_pairs(spec, height, interpreted=INTERPRETED)
-        constants = attend_constants(
-            spec, config, height, pairs=pairs, head_scales=k_tensor is not None and not token_scales,
-            token_scales=token_scales, cap=soft_cap > 0, window=window > 0, sinks=sinks is not None,
-            lse=lse is not None, pdl=on_device.device.pdl,
+        variant = attend_variant(
+            spec, plan.config_for(height), height, features, pairs=pairs, chained=chained and pdl
         )  # fmt: skip
         k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
-        attend_items[(spec.num_kv_heads, on_device.heights[height])](
-            q, k, v, out, dummy if lse is None else lse, part, part_lse, on_device.tables, sections["lens"],
-            sections["items"], sections[f"starts{height}"], sections["order"], sections["row_seq"],
-            sections["row_back"], dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor,
-            dummy if sinks is None else sinks, scale * k_number, v_number, float(soft_cap), window,
-            q.stride(0), q.stride(1), table_stride(on_device), *k.stride()[:3], *v.stride()[:3],
-            *scale_strides(k_tensor), *scale_strides(v_tensor), **constants,
-            **attend_options(config, pdl=chained and on_device.device.pdl),
-        )  # fmt: skip
+        variant.launch((spec.num_kv_heads, on_device.heights[height], 1), (
+            q, k, v, out, lse_out, part, dummy, on_device.tables, sections["lens"], sections[f"items{height}"],
+            sections["rows"], dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor,
+            sinks_in, scale * k_number, v_number, float(soft_cap), window, q.stride(0), q.stride(1),
+            on_device.table_stride, *k.stride()[:3], *v.stride()[:3], *scale_strides(k_tensor),
+            *scale_strides(v_tensor),
+        ))  # fmt: skip
         chained = True
     if on_device.merge_grid:
-        launch_merge(spec, on_device, sinks, out, lse, chained=chained)
-
-
-def table_stride(on_device: DevicePlan) -> int:
-    """Return the row stride of the device tables."""
-    assert on_device.tables is not None
-    return on_device.tables.stride(0)
-
-
-def launch_merge(
-    spec: AttentionSpec, on_device: DevicePlan, sinks: Tensor | None, out: Tensor, lse: Tensor | None, *, chained: bool
-) -> None:  # fmt: skip
-    """Launch the merge of all rows that have several partial states, or none."""
-    sections, part_lse = on_device.sections, on_device.part_lse
-    pdl = chained and on_device.device.pdl
-    options: dict[str, Any] = dict(launch_pdl=True) if pdl else {}
-    merge_partials[(on_device.merge_grid, spec.num_q_heads)](
-        on_device.part, part_lse, out, part_lse if lse is None else lse, sections["merge_rows"],
-        sections["merge_starts"], sections["merge_parts"], sections["counts"], part_lse if sinks is None else sinks,
-        HQ=spec.num_q_heads, DV=spec.v_head_dim, BLOCK_DV=next_power_of_two(spec.v_head_dim), BLOCK_N=MERGE_PARTS,
-        HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, PDL=on_device.device.pdl, num_warps=2, **options,
-    )  # fmt: skip
+        variant = merge_variant(spec, features, many=on_device.many_parts, chained=chained and pdl)
+        variant.launch((on_device.merge_grid, spec.num_q_heads, 1), (
+            part, dummy, out, lse_out, sections["merge_rows"], sections["merge_starts"], sections["merge_parts"],
+            sections["counts"], sinks_in,
+        ))  # fmt: skip
 
 
 def rope_arguments(x: Tensor, rope: RoPE | None) -> tuple[Tensor, Tensor, int, bool]:
@@ -166,6 +162,12 @@ def tokens_per_program(num_tokens: int) -> int:
     return 1 if num_tokens <= 512 else 16
 
 
+@functools.cache
+def copy_variant(function: Any, num_warps: int, **constants: Any) -> KernelVariant:
+    """Return a variant of one of the kernels that move data."""
+    return KernelVariant(function, constants, {"num_warps": num_warps})
+
+
 def write_kv(
     k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor, k_scale: Scale, v_scale: Scale,
     rope: RoPE | None,
@@ -177,14 +179,17 @@ def write_kv(
     for x, pool, scale, turn in ((k, k_pool, k_scale, rope), (v, v_pool, v_scale, None)):
         tensor = scale if isinstance(scale, Tensor) else None
         cos, sin, half, interleaved = rope_arguments(x, turn)
-        write_slots[(-(-len(slots) // tokens), pool.shape[1])](
-            x, pool, slots, x if tensor is None else tensor, cos, sin,
-            1.0 if tensor is not None or scale is None else float(scale), len(slots), x.stride(0), x.stride(1),
-            *pool.stride()[:3], *scale_strides(tensor), D=pool.shape[3], BLOCK_D=next_power_of_two(pool.shape[3]),
+        variant = copy_variant(
+            write_slots, 1 if tokens == 1 else 4, D=pool.shape[3], BLOCK_D=next_power_of_two(pool.shape[3]),
             BLOCK_SIZE=pool.shape[2], BT=tokens, HALF=half, INTERLEAVED=interleaved,
             FP8=pool.dtype == torch.float8_e4m3fn, HEAD_SCALES=tensor is not None and tensor.ndim < 3,
-            TOKEN_SCALES=tensor is not None and tensor.ndim == 3, num_warps=1 if tokens == 1 else 4,
+            TOKEN_SCALES=tensor is not None and tensor.ndim == 3,
         )  # fmt: skip
+        number = 1.0 if tensor is not None or scale is None else float(scale)
+        variant.launch((-(-len(slots) // tokens), pool.shape[1], 1), (
+            x, pool, slots, x if tensor is None else tensor, cos, sin, number, len(slots), x.stride(0), x.stride(1),
+            *pool.stride()[:3], *scale_strides(tensor),
+        ))  # fmt: skip
 
 
 def apply_rope(x: Tensor, rope: RoPE) -> Tensor:
@@ -193,11 +198,13 @@ def apply_rope(x: Tensor, rope: RoPE) -> Tensor:
     if x.numel():
         cos, sin, half, interleaved = rope_arguments(x, rope)
         tokens = tokens_per_program(len(x))
-        rotate_rows[(-(-len(x) // tokens), x.shape[1])](
-            x, out, cos, sin, len(x), x.stride(0), x.stride(1), out.stride(0), out.stride(1), D=x.shape[2],
-            BLOCK_D=next_power_of_two(x.shape[2]), BT=tokens, HALF=half, INTERLEAVED=interleaved,
-            num_warps=1 if tokens == 1 else 4,
+        variant = copy_variant(
+            rotate_rows, 1 if tokens == 1 else 4, D=x.shape[2], BLOCK_D=next_power_of_two(x.shape[2]), BT=tokens,
+            HALF=half, INTERLEAVED=interleaved,
         )  # fmt: skip
+        variant.launch((-(-len(x) // tokens), x.shape[1], 1), (
+            x, out, cos, sin, len(x), x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        ))  # fmt: skip
     return out
 
 
@@ -206,12 +213,15 @@ def move(src: Tensor, dst: Tensor, src_ids: Tensor | None, dst_ids: Tensor | Non
     if src.dtype == torch.float8_e4m3fn:
         src, dst = src.view(torch.uint8), dst.view(torch.uint8)
     block_d = next_power_of_two(src.shape[3])
-    move_blocks[(count, src.shape[1])](
-        src, dst, src if src_ids is None else src_ids, dst if dst_ids is None else dst_ids, *src.stride()[:3],
-        *dst.stride()[:3], D=src.shape[3], BLOCK_D=block_d, BLOCK_SIZE=src.shape[2],
+    variant = copy_variant(
+        move_blocks, 4, D=src.shape[3], BLOCK_D=block_d, BLOCK_SIZE=src.shape[2],
         BT=min(next_power_of_two(src.shape[2]), max(1, 4096 // block_d)), SRC_INDEXED=src_ids is not None,
         DST_INDEXED=dst_ids is not None,
     )  # fmt: skip
+    variant.launch((count, src.shape[1], 1), (
+        src, dst, src if src_ids is None else src_ids, dst if dst_ids is None else dst_ids, *src.stride()[:3],
+        *dst.stride()[:3],
+    ))  # fmt: skip
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -233,7 +243,5 @@ def gather_blocks(pool: Tensor, blocks: Tensor, out: Tensor) -> None:
 def merge_states(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge finished states, one program per row and head."""
     if lse.numel():
-        merge_finished[(lse.numel(),)](
-            outs, lses, out, lse, outs.shape[0], lse.numel(), D=outs.shape[3],
-            BLOCK_D=next_power_of_two(outs.shape[3]), num_warps=1,
-        )  # fmt: skip
+        variant = copy_variant(merge_finished, 1, D=outs.shape[3], BLOCK_D=next_power_of_two(outs.shape[3]))
+        variant.launch((lse.numel(), 1, 1), (outs, lses, out, lse, outs.shape[0], lse.numel()))

@@ -1,0 +1,88 @@
+"""Host side of the fast extend path: uploads a schedule, builds copy descriptors, launches the Gluon kernel.
+
+Imported only where the fast path is taken (Hopper, Triton with Gluon).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from radixpool.kernels.extend_device import extend_tiles
+from radixpool.kernels.extend_plan import BOX_COLUMNS, ENTRY, ExtendConfig, ExtendSchedule
+from radixpool.kernels.spec import AttentionSpec
+
+BOX_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+ALIGN = 4  # int32: every view starts on 16 bytes, so that Triton compiles one kernel, not one for each alignment
+REGISTERS_PER_THREAD = 168  # 65,536 registers over 3 warpgroups: two consumers take 240 a thread, the producer 24
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSchedule:
+    """A schedule on the device: one buffer, four views."""
+
+    entries: Tensor
+    rows: Tensor
+    limits: Tensor
+    starts: Tensor
+    programs: int
+
+
+def upload(schedule: ExtendSchedule, device: torch.device) -> DeviceSchedule:
+    """Copy a schedule to the device in one transfer."""
+    parts = [schedule.entries.reshape(-1), schedule.rows, schedule.limits, schedule.starts]
+    parts = [np.pad(p, (0, -len(p) % ALIGN)) for p in parts]
+    buffer = torch.from_numpy(np.concatenate(parts)).to(device)
+    entries, rows, limits, starts = torch.split(buffer, [len(p) for p in parts])
+    return DeviceSchedule(entries.view(-1, ENTRY), rows, limits, starts, len(schedule.starts) - 1)
+
+
+def describe(pool: Tensor, config: ExtendConfig) -> TensorDescriptor:
+    """Return the copy descriptor of one pool: a box is `page` tokens by 64 columns of one block and head."""
+    return TensorDescriptor(
+        pool, list(pool.shape), list(pool.stride()), [1, 1, config.page, BOX_COLUMNS], BOX_LAYOUT
+    )  # fmt: skip
+
+
+def extend_constants(
+    spec: AttentionSpec, config: ExtendConfig, *, head_scales: bool = False, cap: bool = False, window: bool = False,
+    sinks: bool = False, lse: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the compile-time arguments of `extend_tiles`: the kernel's identity."""
+    return dict(
+        HQ=spec.num_q_heads, G=spec.group_size, D=spec.head_dim, DV=spec.v_head_dim, BD=config.block_d,
+        BDV=config.block_dv, BLOCK_SIZE=spec.block_size, PAGE=config.page, BN=config.block_n, STAGES=config.num_stages,
+        HEAD_SCALES=head_scales, CAP=cap, WINDOW=window, HAS_SINKS=sinks, HAS_LSE=lse, PINGPONG=config.pingpong,
+    )  # fmt: skip
+
+
+def launch_extend(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, schedule: DeviceSchedule, *, spec: AttentionSpec, config: ExtendConfig,
+    tables: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None, scale: float,
+    v_factor: float, soft_cap: float, window: int, sinks: Tensor | None, k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:  # fmt: skip
+    """Launch the tall tiles of one planned batch; `k_scale`, `v_scale` are per head (or one number, stride 0)."""
+    dummy = part_lse
+    constants = extend_constants(
+        spec, config, head_scales=k_scale is not None, cap=soft_cap > 0, window=window > 0, sinks=sinks is not None,
+        lse=lse is not None,
+    )  # fmt: skip
+    extend_tiles[(schedule.programs,)](
+        describe(k_pool, config), describe(v_pool, config), q, out, dummy if lse is None else lse, part, part_lse,
+        tables, schedule.entries, schedule.starts, schedule.rows, schedule.limits, dummy if k_scale is None else k_scale,
+        dummy if v_scale is None else v_scale, dummy if sinks is None else sinks, scale, v_factor, float(soft_cap),
+        window, q.stride(0), q.stride(1), tables.stride(0), head_stride(k_scale), head_stride(v_scale), **constants,
+        num_warps=4, maxnreg=REGISTERS_PER_THREAD,
+    )  # fmt: skip
+
+
+def head_stride(scale: Tensor | None) -> int:
+    """Return the stride between heads of a scale tensor; 0 for one number."""
+    return scale.stride(0) if scale is not None and scale.ndim == 1 and len(scale) > 1 else 0

@@ -1,0 +1,166 @@
+"""The fast extend path, decided and scheduled on the host: who may take it, and which program runs which tile when.
+
+Pure functions over host arrays; nothing here needs a GPU. The tiles are the tall items of the forest plan, so that
+sharing, splits along tokens and merging are the same as on the plain path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixpool.kernels.forest import RECORD, Forest
+from radixpool.kernels.launch import SHARED_MEMORY_BYTES, next_power_of_two
+from radixpool.kernels.spec import AttentionSpec
+
+Array = NDArray[np.int32]
+Long = NDArray[np.int64]
+
+TALL_ROWS = 128  # two consumers of 64 rows
+ENTRY = 8  # int32 fields: row start, rows, table, begin, end, first part (-1: writes the output), KV head, shortest row
+MIN_PAGE, MAX_PAGE = 8, 64  # tokens of one bulk copy: at least one swizzle atom; 64 divides where items may begin
+BOX_COLUMNS = 64
+L2_BYTES = 20 * 1024 * 1024  # KV that tiles in flight should share: less than half of Hopper's L2
+TILE_OVERHEAD_TOKENS = 160  # prologue and epilogue of one tile, in tokens
+EPILOGUE_BYTES = 20 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendConfig:
+    """How the fast kernel runs: `page` tokens a copy, `block_n` tokens a step, `num_stages` steps in shared memory."""
+
+    page: int
+    block_d: int
+    block_dv: int
+    block_n: int
+    num_stages: int
+    pingpong: bool = False
+
+
+def padded_columns(head_dim: int) -> int:
+    """Return the columns of a shared-memory tile: a power of two of at least one swizzle row.
+
+    >>> [padded_columns(d) for d in (64, 96, 128, 192)]
+    [64, 128, 128, 256]
+    """
+    return max(BOX_COLUMNS, next_power_of_two(head_dim))
+
+
+def page_tokens(block_size: int) -> int:
+    """Return the tokens of one bulk copy: the largest power of two, at most 64, that divides the block size.
+
+    >>> [page_tokens(b) for b in (16, 64, 544, 24)]
+    [16, 64, 32, 8]
+    """
+    return min(MAX_PAGE, block_size & -block_size)
+
+
+def extend_config(spec: AttentionSpec, arch: int) -> ExtendConfig | None:
+    """Return how the fast kernel runs `spec` on `arch`, or None where only the plain one can."""
+    page = page_tokens(spec.block_size)
+    dims = (spec.head_dim, spec.v_head_dim)
+    same_dtype = spec.kv_dtype == spec.q_dtype and spec.q_dtype in (torch.bfloat16, torch.float16)
+    if arch != 90 or not same_dtype or page < MIN_PAGE or min(dims) < BOX_COLUMNS or any(d % 8 for d in dims):
+        return None
+    block_d, block_dv = (padded_columns(d) for d in dims)
+    block_n = 128 if max(block_d, block_dv) <= 128 else 64
+    step = block_n * (block_d + block_dv) * 2
+    room = SHARED_MEMORY_BYTES[90] - TALL_ROWS * block_d * 2 - EPILOGUE_BYTES
+    return ExtendConfig(page, block_d, block_dv, block_n, min(4, room // step))
+
+
+def copies_in_bulk(pool: Tensor) -> bool:
+    """Return whether the bulk copy engine can read this pool: 16-byte aligned base and strides."""
+    return pool.data_ptr() % 16 == 0 and all(s * pool.element_size() % 16 == 0 for s in pool.stride()[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendSchedule:
+    """What each program of the fast kernel runs: entries `starts[p]` to `starts[p + 1]`.
+
+    `rows` lists query rows in the order of the forest, `limits` how many keys of its sequence each may see.
+    """
+
+    entries: Array
+    starts: Array
+    rows: Array
+    limits: Array
+
+
+def tall_items(forest: Forest) -> Array:
+    """Return the item records of the tallest tiles that hold work."""
+    items = forest.items.get(TALL_ROWS, np.zeros((0, RECORD), np.int32))
+    return items[items[:, 1] > 0]
+
+
+def span_extremes(values: Long, first: Long, count: Long) -> tuple[Long, Long]:
+    """Return the smallest and largest of `values[first : first + count]` for each pair (all counts >= 1)."""
+    bounds = np.stack([first, first + count], 1).ravel()
+    padded = np.append(values, values[-1:])
+    return np.minimum.reduceat(padded, bounds)[::2], np.maximum.reduceat(padded, bounds)[::2]
+
+
+def schedule_extend(forest: Forest, seq_lens: Array, spec: AttentionSpec, num_sms: int) -> ExtendSchedule | None:
+    """Schedule the tall items of a cut batch over `num_sms` persistent programs; None if there are none.
+
+    Tiles of neighbouring (table, head) pairs whose KV fits the L2 cache run at the same time, longest first; each round gives
+    the longest tile to the program with the least work. O(n log n), vectorised but for one loop over rounds.
+    """
+    items = tall_items(forest).astype(np.int64)
+    if not len(items):
+        return None
+    rows = forest.rows.astype(np.int64)
+    limits = np.maximum(seq_lens.astype(np.int64)[rows[:, 1]] - rows[:, 2], 0)
+    shortest, longest = span_extremes(limits, items[:, 0], items[:, 1])
+    entries = np.zeros((len(items), ENTRY), np.int64)
+    entries[:, :6] = items[:, :6]
+    entries[:, 4] = np.maximum(np.minimum(items[:, 4], longest), items[:, 3] + 1)
+    entries[:, 7] = shortest
+    heads = spec.num_kv_heads
+    entries = np.repeat(entries, heads, 0)
+    entries[:, 6] = np.tile(np.arange(heads), len(items))
+    cost = entries[:, 4] - entries[:, 3] + TILE_OVERHEAD_TOKENS
+    order = cache_order(entries, cost, spec)
+    program, nth = deal(cost[order], num_sms)
+    programs = int(program.max()) + 1
+    by_program = np.lexsort((nth, program))
+    starts = np.zeros(programs + 1, np.int64)
+    np.cumsum(np.bincount(program, minlength=programs), out=starts[1:])
+    return ExtendSchedule(
+        entries[order][by_program].astype(np.int32), starts.astype(np.int32), forest.rows[:, 0].copy(),
+        limits.astype(np.int32),
+    )  # fmt: skip
+
+
+def cache_order(entries: Long, cost: Long, spec: AttentionSpec) -> Long:
+    """Return the order of entries: groups of (table, head) pairs that fit the L2 together, longest tiles first in each."""
+    pair = entries[:, 2] * spec.num_kv_heads + entries[:, 6]
+    pairs, of_entry = np.unique(pair, return_inverse=True)
+    tokens = np.zeros(len(pairs), np.int64)
+    np.maximum.at(tokens, of_entry, entries[:, 4])
+    longest_first = np.argsort(-tokens, kind="stable")
+    before = np.cumsum(tokens[longest_first]) - tokens[longest_first]
+    group = np.empty(len(pairs), np.int64)
+    group[longest_first] = before * spec.kv_bytes_per_token // L2_BYTES
+    return np.lexsort((-cost, group[of_entry]))
+
+
+def deal(cost: Long, programs: int) -> tuple[Long, Long]:
+    """Deal entries to programs, one each a round, the dearest to the one with the least; return program and round.
+
+    >>> deal(np.array([4, 3, 2, 1]), 2)[0]
+    array([0, 1, 1, 0])
+    """
+    load = np.zeros(programs, np.int64)
+    program = np.empty(len(cost), np.int64)
+    for first in range(0, len(cost), programs):
+        here = cost[first : first + programs]
+        free = np.argsort(load, kind="stable")[: len(here)]
+        dearest = np.argsort(-here, kind="stable")
+        program[first + dearest] = free
+        load[free] += here[dearest]
+    return program, np.arange(len(cost)) // programs

@@ -37,7 +37,7 @@ class AsyncClient:
     def __init__(self, address: str, *, options: ClientOptions | None = None) -> None:
         self._options = options or ClientOptions()
         self._address = address
-        self._channel = open_async_channel(address)
+        self._channel = open_async_channel(address, self._options.security)
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._identity = Identity(self._options)

@@ -41,7 +41,7 @@ class Client:
     def __init__(self, address: str, *, options: ClientOptions | None = None) -> None:
         self._options = options or ClientOptions()
         self._address = address
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, self._options.security)
         self._cache = cache_pb2_grpc.CacheServiceStub(self._channel)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)

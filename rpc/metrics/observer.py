@@ -127,21 +127,27 @@ class ObserverInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             self._metrics.stream_ended(method, code)
 
     def _failed(self, method: str, context: grpc.ServicerContext, error: Exception) -> grpc.StatusCode:
-        """Log a failed call and return its code; never returns when the failure is a bug of ours."""
+        """Count and log a failed call and return its code; an error that nobody made a status of becomes INTERNAL."""
         scope = current_request.get() or RequestScope(None)
         code = status_code(context)
-        if code is None and not context.is_active():
-            return grpc.StatusCode.CANCELLED
-        bug = code is None
-        if bug:
+        if code is None:
+            if not context.is_active():
+                return grpc.StatusCode.CANCELLED
             _log.error("call broke", method=method, request_id=scope.request_id, error=_where(error))
-            context.set_code(grpc.StatusCode.INTERNAL)
-        elif self._gate.open():
-            self._log_refusal(method, context, scope)
-        context.set_trailing_metadata((*(context.trailing_metadata() or ()), (REQUEST_ID_KEY, scope.request_id)))
-        if bug:
+            self._metrics.refused(grpc.StatusCode.INTERNAL.name)
+            self._show_request_id(context, scope)
             self._abort_as_internal(context, scope)
-        return code or grpc.StatusCode.INTERNAL
+            return grpc.StatusCode.INTERNAL
+        reason = _reason(context.trailing_metadata() or ())
+        self._metrics.refused(reason or code.name)
+        if self._gate.open():
+            self._log_refusal(method, reason, context, scope)
+        self._show_request_id(context, scope)
+        return code
+
+    @staticmethod
+    def _show_request_id(context: Any, scope: RequestScope) -> None:
+        context.set_trailing_metadata((*(context.trailing_metadata() or ()), (REQUEST_ID_KEY, scope.request_id)))
 
     @staticmethod
     def _abort_as_internal(context: grpc.ServicerContext, scope: RequestScope) -> None:
@@ -152,7 +158,7 @@ class ObserverInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             # neither logs nor sends, because the call is marked.
             return
 
-    def _log_refusal(self, method: str, context: grpc.ServicerContext, scope: RequestScope) -> None:
+    def _log_refusal(self, method: str, reason: str, context: grpc.ServicerContext, scope: RequestScope) -> None:
         code = status_code(context)
         level = logging.ERROR if code in _OUR_FAULT else logging.WARNING if code in _SUSPICIOUS else logging.INFO
         _log.log(
@@ -160,7 +166,7 @@ class ObserverInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             "call refused",
             method=method,
             code=code.name if code else "",
-            reason=_reason(context.trailing_metadata() or ()),
+            reason=reason,
             detail=status_details(context),
             peer=context.peer(),
             request_id=scope.request_id,

@@ -75,6 +75,9 @@ class _Checker:
             if seq._source is not None:
                 self.refs[id(seq._source)] = self.refs.get(id(seq._source), 0) + 1
         pins: dict[int, int] = {}
+        for seq in self.cache._sequences.values():
+            expected = self.cache._groups.account(seq._namespace.tenant)
+            self.need(seq._node.account is expected, f"sequence {seq.handle} is charged to the wrong account")
         for node in self.cache._pin_nodes():
             self.refs[id(node)] = self.refs.get(id(node), 0) + 1
             pins[id(node)] = pins.get(id(node), 0) + 1
@@ -160,8 +163,23 @@ class _Checker:
         self.need(self.pinned == cache._pinned, f"{self.pinned} pinned blocks, the counter says {cache._pinned}")
         odd = sum(node.policy is None for node in live) + len(list(cache._quarantine.fenced_nodes()))
         self.need(odd == cache._odd, f"{odd} dead nodes and fences, the counter says {cache._odd}")
+        self.check_accounts()
         for root in cache._roots.values():
             self.need(root.children is not None or root.ref > 1, f"tree of {root.namespace} is empty and unused")
+
+    def check_accounts(self) -> None:
+        """Compare what tenants with a quota are charged with what they have."""
+        for account in self.cache._groups.accounts.values():
+            own = [node for node in self.nodes.values() if node.account is account]
+            private = sum(
+                seq.num_blocks - seq._node.end
+                for seq in self.cache._sequences.values()
+                if seq._node.account is account
+            )
+            used = sum(node.num_blocks for node in own) + private
+            cached = sum(node.num_blocks for node in own if not (node.ref or node.fence))
+            self.need(account.used == used, f"{account} uses {used} blocks")
+            self.need(account.cached == cached, f"{account} has {cached} cached blocks")
 
     def check_candidates(self) -> None:
         """Compare the policies' candidates with the unheld, unfenced, childless nodes."""

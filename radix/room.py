@@ -138,8 +138,8 @@ class Room(Tree):
             self._detach(run)
             shortest = run.parent
         if self._persistence is not None:
-            self._persistence.returned(gone)
             self._tell_touched(shortest)
+            self._persistence.returned(gone)
         self._free.frombytes(gone)
         if run.account is not None:
             run.account.used -= size

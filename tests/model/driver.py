@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from radixpool.radix import Namespace, PoolExhausted, RadixCache
+from radixpool.radix import (
+    CacheBusy,
+    Namespace,
+    NotCached,
+    PendingPrefix,
+    PinBudgetExceeded,
+    PoolExhausted,
+    RadixCache,
+    Sequence,
+    UnknownPin,
+)
 
 NAMESPACES = (Namespace(), Namespace(tenant="t"), Namespace(cache_salt="t"))
 
@@ -30,52 +41,87 @@ class Driver:
             assert getattr(stats, f"{name}_blocks") == len(states[name]), name
         assert set(self.cache._free) == states["free"]
         assert (stats.queried_tokens, stats.hit_tokens) == (self.oracle.queried, self.oracle.hit)
+        assert stats.pinned_blocks == len(self.oracle.pinned())
         findable = {}
         for info in self.cache.nodes():
-            assert info.blocks.tolist() == [b for b in info.blocks.tolist() if b not in states["free"]]
             for i, block in enumerate(info.blocks.tolist()):
-                findable[block] = (info.namespace, info.start + i, info.ref_count, info.state.value)
+                findable[block] = (info.namespace, info.start + i, info.ref_count)
+                assert block in states[info.state.value]
         expected = {
-            entry.block: (prefix[0], (len(prefix) - 1) // self.oracle.block_size - 1, self.oracle.holders(prefix))
-            for prefix, entry in self.oracle.tree.items()
+            entry.block: (namespace, len(entry.path()) - 1, self.oracle.holders(entry))
+            for namespace, entries in self.oracle.findable().items()
+            for entry in entries
         }
-        assert {block: info[:3] for block, info in findable.items()} == expected
-        for block, info in findable.items():
-            assert block in states[info[3]]
+        assert findable == expected
+        assert set(self.cache.namespaces()) == set(self.oracle.roots)
         for handle, seq in self.oracle.sequences.items():
             real = self.cache.sequence(handle)
             assert real.block_table.tolist() == seq.table
             assert real.tokens.tolist() == seq.tokens
             assert real.committed_tokens == seq.committed
             assert real.cached_tokens == seq.cached
+            assert real.invalid_from == seq.invalid_from
 
     def match(self, tokens: list[int], namespace: Namespace) -> None:
         found = self.cache.match(tokens, namespace=namespace)
-        assert found.blocks.tolist() == self.oracle.match(tokens, namespace)
+        assert found.blocks.tolist() == [entry.block for entry in self.oracle.find(tokens, namespace)]
         assert found.tokens == len(found.blocks) * self.oracle.block_size
 
-    def acquire(self, tokens: list[int], namespace: Namespace, reserve: int, max_hit: int | None) -> None:
-        try:
-            hit, needed = self.oracle.acquire(tokens, namespace, reserve, max_hit)
-        except self.refused as refused:
+    def acquire(
+        self,
+        tokens: list[int],
+        namespace: Namespace,
+        reserve: int,
+        max_hit: int | None,
+        partial: bool = False,
+        in_flight: str = "ignore",
+    ) -> None:
+        oracle = self.oracle
+        options = {"reserve": reserve, "max_hit": max_hit, "partial": partial, "in_flight": in_flight}
+        packed = np.array(tokens, dtype=np.uint32)
+        path, needed, (common, sources) = oracle.acquire(tokens, namespace, reserve, max_hit, partial)
+        limit = len(tokens) - 1 if max_hit is None else min(max_hit, len(tokens))
+        producers = oracle.producers(tokens, path, namespace, limit) if in_flight != "ignore" else {}
+        if producers and in_flight == "wait":
+            pending = self.cache.acquire(packed, namespace=namespace, **options)
+            assert isinstance(pending, PendingPrefix)
+            assert producers[pending.producer] == pending.available_tokens == max(producers.values())
+            assert pending.cached_tokens == len(path) * oracle.block_size
+            return
+        # whichever of equally good sources the cache takes, it has to spare it
+        allocatable = {len(oracle.free) + oracle.cached_beside([*path, *([s] if s else [])]) for s in sources or [None]}
+        if needed > max(allocatable):
             self.expect_refusal(
-                refused,
-                lambda: self.cache.acquire(tokens, namespace=namespace, reserve=reserve, max_hit=max_hit),
+                self.refused(needed, max(allocatable)),
+                lambda: self.cache.acquire(packed, namespace=namespace, **options),
+                either=allocatable,
             )
             return
-        seq = self.cache.acquire(
-            np.array(tokens, dtype=np.uint32), namespace=namespace, reserve=reserve, max_hit=max_hit
-        )
-        assert seq.num_blocks == len(hit) + needed
-        self.oracle.admitted(seq.handle, tokens, namespace, hit, seq.block_table.tolist())
+        seq = self.cache.acquire(packed, namespace=namespace, **options)
+        assert isinstance(seq, Sequence)
+        source = None
+        if common:
+            (copy,) = seq.copies
+            (source,) = [entry for entry in sources if entry.block == copy.src]
+            assert (copy.dst, copy.num_tokens) == (seq.block_table[len(path)], common)
+        else:
+            assert seq.copies == ()
+        assert seq.in_flight in (producers or {None: 0})
+        oracle.victims(needed - len(oracle.free), [*path, *([source] if source else [])])
+        table = seq.block_table.tolist()
+        assert table[: len(path)] == [entry.block for entry in path]
+        assert len(table) == len(path) + needed
+        oracle.take(table[len(path) :])
+        oracle.admitted(seq.handle, tokens, namespace, path, table, source, common)
 
-    def expect_refusal(self, refused, call) -> None:
+    def expect_refusal(self, refused, call, either=()) -> None:
         before = self.cache.stats()
         try:
             call()
         except PoolExhausted as error:
-            assert (error.needed_blocks, error.allocatable_blocks) == (refused.needed, refused.allocatable)
-            assert error.short_blocks == refused.needed - refused.allocatable
+            assert error.needed_blocks == refused.needed
+            assert error.allocatable_blocks in (either or {refused.allocatable})
+            assert error.short_blocks == refused.needed - error.allocatable_blocks
         else:
             raise AssertionError("the cache admitted what does not fit")
         after = self.cache.stats()
@@ -99,7 +145,10 @@ class Driver:
             return
         call()
         known.tokens += tokens
-        self.oracle.grown(handle, seq.block_table.tolist())
+        table = seq.block_table.tolist()
+        assert table[: len(known.table)] == known.table
+        self.oracle.take(table[len(known.table) :])
+        known.private += table[len(known.table) :]
 
     def commit(self, handle: int, upto: int) -> None:
         expected = self.oracle.commit(handle, upto)
@@ -117,8 +166,87 @@ class Driver:
         assert result.quarantined_blocks == after["quarantined"] - before["quarantined"]
         assert self.cache.release(seq).freed_blocks == 0
 
+    def rewind(self, handle: int, to: int, steps: dict[str, int]) -> None:
+        seq, before = self.cache.sequence(handle), len(self.oracle.sequences[handle].table)
+        lowest = len(self.oracle.sequences[handle].path) * self.oracle.block_size
+        if not lowest <= to <= seq.num_tokens:
+            with pytest.raises(ValueError, match="to must be"):
+                self.cache.rewind(seq, to)
+            return
+        free = len(self.oracle.free)
+        self.oracle.rewind(handle, to, steps)
+        result = self.cache.rewind(seq, to, after_step=steps or None)
+        assert result.num_tokens == to
+        assert result.freed_blocks == len(self.oracle.free) - free
+        assert result.quarantined_blocks == before - seq.num_blocks - result.freed_blocks
+
+    def fork(self, handle: int, n: int) -> None:
+        seq, known = self.cache.sequence(handle), self.oracle.sequences[handle]
+        if known.invalid_from is not None:
+            with pytest.raises(ValueError, match="invalidated"):
+                self.cache.fork(seq, n)
+            return
+        try:
+            own = self.oracle.fork(handle, n)
+        except self.refused as refused:
+            self.expect_refusal(refused, lambda: self.cache.fork(seq, n))
+            return
+        result = self.cache.fork(seq, n)
+        written = known.committed - len(known.path) * self.oracle.block_size
+        assert len(result.handles) == n
+        assert len(result.copies) == (n if written else 0)
+        for i, fork in enumerate(result.handles):
+            table = self.cache.sequence(fork).block_table.tolist()
+            assert len(table) == len(known.path) + own
+            self.oracle.forked(handle, fork, table)
+            if written:
+                assert result.copies[i] == (known.private[0], table[len(known.path)], written)
+
+    def invalidate(self, handle: int, index: int) -> None:
+        seq = self.cache.sequence(handle)
+        if index >= seq.num_blocks:
+            with pytest.raises(ValueError, match="block_index must be"):
+                self.cache.invalidate(seq, index)
+            return
+        free = len(self.oracle.free)
+        removed, holders = self.oracle.invalidate(handle, index)
+        result = self.cache.invalidate(seq, index)
+        assert (result.removed_blocks, list(result.holders)) == (removed, holders)
+        assert result.freed_blocks == len(self.oracle.free) - free
+
+    def pin(self, tokens: list[int], namespace: Namespace) -> None:
+        path = self.oracle.find(tokens, namespace)
+        if not path:
+            with pytest.raises(NotCached):
+                self.cache.pin(tokens, namespace=namespace)
+            return
+        if len(self.oracle.pinned() | set(path)) > self.oracle.num_blocks // 2:
+            with pytest.raises(PinBudgetExceeded):
+                self.cache.pin(tokens, namespace=namespace)
+            return
+        info = self.cache.pin(tokens, namespace=namespace)
+        assert info.num_blocks == len(path)
+        self.oracle.pin(info.pin_id, path, namespace)
+
+    def unpin(self, pin_id: int) -> None:
+        self.oracle.unpin(pin_id)
+        self.cache.unpin(pin_id)
+        with pytest.raises(UnknownPin):
+            self.cache.unpin(pin_id)
+
+    def flush(self, namespace: Namespace | None, mode: str) -> None:
+        if mode == "idle_only" and self.oracle.busy(namespace):
+            with pytest.raises(CacheBusy):
+                self.cache.flush(namespace, mode=mode)
+            return
+        free = len(self.oracle.free)
+        self.oracle.flush(namespace, mode)
+        assert self.cache.flush(namespace, mode=mode).freed_blocks == len(self.oracle.free) - free
+
     def evict(self, count: int) -> None:
+        foreseen = self.cache.evict(count, dry_run=True)
         expected = self.oracle.evict(count)
+        assert foreseen.blocks.tolist() == expected
         result = self.cache.evict(count)
         assert result.blocks.tolist() == expected
         assert result.num_blocks == len(expected)
@@ -141,6 +269,8 @@ class Driver:
         """End everything without faults: the pool must be whole again."""
         for handle in self.handles:
             self.release(handle, {})
+        for pin_id in list(self.oracle.pins):
+            self.unpin(pin_id)
         for worker in list(self.oracle.workers):
             self.remove_worker(worker)
         self.compare()

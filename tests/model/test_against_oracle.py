@@ -34,9 +34,16 @@ def machine_class(make_driver) -> type[RuleBasedStateMachine]:
         def live(self) -> bool:
             return bool(self.driver.handles)
 
-        @rule(tokens=TOKENS, namespace=NAMESPACES, reserve=st.integers(0, 4), max_hit=st.none() | st.integers(0, 14))
-        def acquire(self, tokens, namespace, reserve, max_hit) -> None:
-            self.driver.acquire(tokens, namespace, reserve, max_hit)
+        @rule(
+            tokens=TOKENS,
+            namespace=NAMESPACES,
+            reserve=st.integers(0, 4),
+            max_hit=st.none() | st.integers(0, 14),
+            partial=st.booleans(),
+            in_flight=st.sampled_from(("ignore", "report", "wait")),
+        )
+        def acquire(self, tokens, namespace, reserve, max_hit, partial, in_flight) -> None:
+            self.driver.acquire(tokens, namespace, reserve, max_hit, partial, in_flight)
 
         @rule(tokens=TOKENS, namespace=NAMESPACES)
         def match(self, tokens, namespace) -> None:
@@ -63,6 +70,36 @@ def machine_class(make_driver) -> type[RuleBasedStateMachine]:
         def release(self, data, steps) -> None:
             known = self.driver.oracle.workers
             self.driver.release(self.pick(data), {w: s for w, s in steps.items() if w in known})
+
+        @precondition(live)
+        @rule(data=st.data(), back=st.integers(0, 5), steps=st.dictionaries(WORKERS, st.integers(0, 4)))
+        def rewind(self, data, back, steps) -> None:
+            handle, known = self.pick(data), self.driver.oracle.workers
+            to = len(self.driver.oracle.sequences[handle].tokens) - back
+            self.driver.rewind(handle, to, {w: s for w, s in steps.items() if w in known})
+
+        @precondition(live)
+        @rule(data=st.data(), n=st.integers(1, 3))
+        def fork(self, data, n) -> None:
+            self.driver.fork(self.pick(data), n)
+
+        @precondition(live)
+        @rule(data=st.data(), index=st.integers(0, 6))
+        def invalidate(self, data, index) -> None:
+            self.driver.invalidate(self.pick(data), index)
+
+        @rule(tokens=TOKENS, namespace=NAMESPACES)
+        def pin(self, tokens, namespace) -> None:
+            self.driver.pin(tokens, namespace)
+
+        @precondition(lambda self: self.driver.oracle.pins)
+        @rule(data=st.data())
+        def unpin(self, data) -> None:
+            self.driver.unpin(data.draw(st.sampled_from(sorted(self.driver.oracle.pins))))
+
+        @rule(namespace=st.none() | NAMESPACES, mode=st.sampled_from(("idle_only", "drain", "new_generation")))
+        def flush(self, namespace, mode) -> None:
+            self.driver.flush(namespace, mode)
 
         @rule(count=st.integers(0, 4))
         def evict(self, count) -> None:

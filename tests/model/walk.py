@@ -13,34 +13,69 @@ def _tokens(rng: random.Random, most: int = 12) -> list[int]:
     return [rng.randrange(2) for _ in range(rng.randint(1, most))]
 
 
-def _step(rng: random.Random, driver) -> None:
-    handles, workers = driver.handles, list(driver.oracle.workers)
+def _steps(rng: random.Random, driver) -> dict[str, int]:
+    steps = {w: done + rng.randrange(3) for w, done in driver.oracle.workers.items() if rng.random() < 0.7}
+    return {w: s for w, s in steps.items() if s >= 0}
+
+
+def _acquire(rng: random.Random, driver) -> None:
+    max_hit = rng.choice((None, None, None, rng.randrange(14)))
+    in_flight = rng.choice(("ignore", "ignore", "report", "wait"))
+    reserve = rng.choice((0, 0, 0, 1, 4))
+    driver.acquire(_tokens(rng), rng.choice(NAMESPACES), reserve, max_hit, rng.random() < 0.3, in_flight)
+
+
+def _on_sequence(rng: random.Random, driver) -> None:
+    handle = rng.choice(driver.handles)
+    seq = driver.oracle.sequences[handle]
+    known = len(seq.tokens)
     choice = rng.random()
-    if choice < 0.3 or not handles:
-        max_hit = rng.choice((None, None, None, rng.randrange(14)))
-        driver.acquire(_tokens(rng), rng.choice(NAMESPACES), rng.choice((0, 0, 0, 1, 4)), max_hit)
-    elif choice < 0.38:
-        driver.extend(rng.choice(handles), _tokens(rng, 4))
-    elif choice < 0.41:
-        driver.reserve(rng.choice(handles), rng.randrange(6))
-    elif choice < 0.65:
-        handle = rng.choice(handles)
-        known = len(driver.oracle.sequences[handle].tokens)
+    if choice < 0.15:
+        driver.extend(handle, _tokens(rng, 4))
+    elif choice < 0.22:
+        driver.reserve(handle, rng.randrange(6))
+    elif choice < 0.55:
         driver.commit(handle, known if rng.random() < 0.6 else rng.randint(0, known))
-    elif choice < 0.85:
-        steps = {w: driver.oracle.workers[w] + rng.randrange(3) for w in workers if rng.random() < 0.7}
-        driver.release(rng.choice(handles), {w: s for w, s in steps.items() if s >= 0})
-    elif choice < 0.9:
+    elif choice < 0.62:
+        driver.rewind(handle, rng.randint(max(0, known - 3), known), _steps(rng, driver))
+    elif choice < 0.67:
+        driver.fork(handle, rng.randint(1, 2))
+    elif choice < 0.71:
+        driver.invalidate(handle, rng.randrange(len(seq.table) + 1) if rng.random() < 0.9 else 99)
+    else:
+        driver.release(handle, _steps(rng, driver))
+
+
+def _on_pool(rng: random.Random, driver) -> None:
+    choice, workers, pins = rng.random(), list(driver.oracle.workers), list(driver.oracle.pins)
+    if choice < 0.25:
         driver.match(_tokens(rng), rng.choice(NAMESPACES))
-    elif choice < 0.93:
+    elif choice < 0.4:
         driver.evict(rng.randrange(4))
-    elif choice < 0.95:
+    elif choice < 0.5:
+        driver.pin(_tokens(rng), rng.choice(NAMESPACES))
+    elif choice < 0.62 and pins:
+        driver.unpin(rng.choice(pins))
+    elif choice < 0.68:
+        mode = rng.choice(("idle_only", "drain", "new_generation"))
+        driver.flush(rng.choice((None, *NAMESPACES)), mode)
+    elif choice < 0.75:
         driver.add_worker(rng.choice(("w0", "w1")))
-    elif workers and choice < 0.99:
+    elif workers and choice < 0.96:
         worker = rng.choice(workers)
         driver.complete(worker, max(0, driver.oracle.workers[worker] + rng.randrange(3)))
     elif workers:
         driver.remove_worker(rng.choice(workers))
+
+
+def _step(rng: random.Random, driver) -> None:
+    choice = rng.random()
+    if choice < 0.25 or not driver.handles:
+        _acquire(rng, driver)
+    elif choice < 0.8:
+        _on_sequence(rng, driver)
+    else:
+        _on_pool(rng, driver)
 
 
 def random_walk(driver, seed: int, steps: int) -> None:

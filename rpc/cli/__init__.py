@@ -14,6 +14,7 @@ _COMMANDS = {
     "demo": LazyCommand("radixpool.rpc.demo.cli:command", "Start everything and replay chats that share prefixes."),
     "stats": LazyCommand("radixpool.rpc.cli.stats:stats", "Show block states, hit ratio and counters."),
     "inspect": LazyCommand("radixpool.rpc.cli.inspect:inspect", "Look at the tree, one block, sequences or clients."),
+    "token": LazyCommand("radixpool.rpc.security.cli:command", "Make bearer tokens for a manager's credential file."),
     "check": LazyCommand("radixpool.rpc.cli.check:check", "Prove the invariants of a running manager."),
     "bench": LazyCommand("radixpool.rpc.bench.cli:command", "Measure eviction policies on traces."),
 }

@@ -177,8 +177,9 @@ class TraceBuilder:
             elif record.output_keys is not None:
                 yield record.keys + record.output_keys
             else:
-                total = -(-(record.input_tokens + record.output_tokens) // block_size)
-                yield record.keys + [("output", index, i) for i in range(total - len(record.keys))]
+                before = -(-record.input_tokens // block_size)
+                after = -(-(record.input_tokens + record.output_tokens) // block_size)
+                yield record.keys + [("output", index, i) for i in range(after - before)]
 
 
 def _arrivals(records: list[Record]) -> npt.NDArray[np.float64]:

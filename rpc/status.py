@@ -104,6 +104,20 @@ TABLE: Final = (
         lambda data: radix_errors.UnknownWorker(data["worker"]),
     ),
     WireError(
+        radix_errors.NotCached,
+        _Code.NOT_FOUND,
+        "NOT_CACHED",
+        ("num_tokens",),
+        lambda data: radix_errors.NotCached(int(data["num_tokens"])),
+    ),
+    WireError(
+        radix_errors.EventsLost,
+        _Code.OUT_OF_RANGE,
+        "EVENTS_LOST",
+        ("seq", "first_seq"),
+        lambda data: radix_errors.EventsLost(int(data["seq"]), first_seq=int(data["first_seq"])),
+    ),
+    WireError(
         radix_errors.CacheBusy,
         _Code.FAILED_PRECONDITION,
         "CACHE_BUSY",

@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 import click
 
-from radixpool.rpc.client import Client, ClientOptions, ClientRole
+from radixpool.rpc.client import NO_RETRY, Client, ClientOptions, ClientRole
+
+_OPERATOR = ClientOptions(role=ClientRole.OPERATOR, retry=NO_RETRY)
+"""A person at a terminal wants to know at once that nobody answers."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -41,7 +44,7 @@ def json_option(command: Command) -> Command:
 @contextmanager
 def operator_client(address: str) -> Iterator[Client]:
     """Connect as an operator. Turns a malformed value into a usage error."""
-    with usage_errors(), Client(address, options=ClientOptions(role=ClientRole.OPERATOR)) as client:
+    with usage_errors(), Client(address, options=_OPERATOR) as client:
         yield client
 
 

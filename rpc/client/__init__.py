@@ -10,6 +10,7 @@ Every error is a `radixpool.radix.errors.RadixPoolError`, or ValueError / TypeEr
 from radixpool.rpc.client.aio import AsyncClient
 from radixpool.rpc.client.aio_session import AsyncSession
 from radixpool.rpc.client.options import ClientOptions, ClientRole
+from radixpool.rpc.client.retry import NO_RETRY, RetryOptions
 from radixpool.rpc.client.sequence import RemoteSequence
 from radixpool.rpc.client.session import Session
 from radixpool.rpc.client.sync import Client
@@ -21,6 +22,8 @@ __all__ = [
     "Client",
     "ClientOptions",
     "ClientRole",
+    "NO_RETRY",
+    "RetryOptions",
     "RemoteSequence",
     "Session",
     "WorkerClient",

@@ -11,8 +11,9 @@ import grpc
 import grpc.aio
 
 from radixpool.radix import Namespace
-from radixpool.radix.errors import RadixPoolError, UnknownSequence
+from radixpool.radix.errors import UnknownSequence
 from radixpool.radix.namespace import DEFAULT_NAMESPACE
+from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import inspection
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
@@ -21,6 +22,7 @@ from radixpool.rpc.client.channel import open_async_channel
 from radixpool.rpc.client.heartbeat import RENEWALS_PER_TTL
 from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.options import ClientOptions
+from radixpool.rpc.client.retry import call_with_retries_async
 from radixpool.rpc.client.sequence import SequenceState
 from radixpool.rpc.errors import Fenced
 from radixpool.rpc.status import error_from_rpc
@@ -52,14 +54,13 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End the lease, which aborts what is still held, and close the channel. A second close does nothing."""
-        heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is not None:
-            heartbeat.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await heartbeat
-            # When the manager is gone or has fenced us the lease is over just the same.
+        await self._stop_heartbeat()
+        header = self._identity.bare_header()
+        if header.epoch:
+            self._identity.end_epoch(header.epoch)
+            # When the manager is gone or has fenced us, the lease is over just the same.
             with contextlib.suppress(grpc.RpcError):
-                request = cache_pb2.UnregisterClientRequest(header=self._identity.header())
+                request = cache_pb2.UnregisterClientRequest(header=header)
                 await self._cache.UnregisterClient(request, timeout=self._options.timeout_s)
         await self._channel.close(None)
 
@@ -76,8 +77,14 @@ class AsyncClient:
         Use it in an `async with` statement: leaving it releases the sequence. Raises PoolExhausted, nothing changed.
         """
         request = codec.acquire_request(ops.Acquire(tokens, namespace, reserve, max_hit))
-        reply = await self._change(self._cache.Acquire, request)
-        return AsyncSequence(self, codec.acquired(reply), len(request.tokens) // 4)
+        return AsyncSequence(self, request, await self.reacquire(request))
+
+    async def reacquire(self, request: cache_pb2.AcquireRequest) -> ops.Acquired:
+        """Send an acquire, once more in a new epoch if fenced; `AsyncSequence.reacquire` is for callers."""
+        try:
+            return codec.acquired(await self._change(self._cache.Acquire, request))
+        except Fenced:
+            return codec.acquired(await self._change(self._cache.Acquire, request))
 
     async def extend(self, handle: bytes, tokens: ops.Tokens) -> ops.Extended:
         """Append known tokens to a sequence. Raises PoolExhausted, nothing changed."""
@@ -114,7 +121,7 @@ class AsyncClient:
     async def session(self) -> AsyncSession:
         """Open a stream for many batches, answered in order: several times faster than calls."""
         await self._ensure_registered()
-        return AsyncSession(self._cache.Session, self._identity)
+        return AsyncSession(self._cache.Session, self._identity, retry=self._options.retry, address=self._address)
 
     async def info(self) -> ops.ServiceInfo:
         """Return the sizes and limits of the manager."""
@@ -125,33 +132,53 @@ class AsyncClient:
         return inspection.stats_from_wire(await self._read(self._admin.GetStats, admin_pb2.GetStatsRequest()))
 
     async def _read(self, method: Callable[..., Any], request: Any) -> Any:
-        try:
-            return await method(request, timeout=self._options.timeout_s)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, address=self._address) from None
+        async def attempt() -> Any:
+            try:
+                return await method(request, timeout=self._options.timeout_s)
+            except grpc.RpcError as error:
+                raise error_from_rpc(error, address=self._address) from None
+
+        return await call_with_retries_async(attempt, self._options.retry)
 
     async def _change(self, method: Callable[..., Any], request: Any) -> Any:
+        """Send a request under one number, however often; registers the client before it if need be."""
         await self._ensure_registered()
-        request.header.CopyFrom(self._identity.header())
-        return await self._read(method, request)
+        header = self._identity.begin()
+        request.header.CopyFrom(header)
+        try:
+            return await self._read(method, request)
+        except Fenced:
+            self._identity.end_epoch(header.epoch)
+            raise
+        finally:
+            self._identity.end(header)
 
     async def _ensure_registered(self) -> None:
         async with self._lock:
-            if self._heartbeat is not None:
+            if self._identity.is_registered:
                 return
+            await self._stop_heartbeat()
             reply = await self._read(self._cache.RegisterClient, self._identity.registration())
-            self._identity.epoch = reply.epoch
+            self._identity.start_epoch(reply.epoch)
             self._heartbeat = asyncio.create_task(self._keep_lease(reply.lease_ttl_ms / 1000 / RENEWALS_PER_TTL))
+
+    async def _stop_heartbeat(self) -> None:
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await heartbeat
 
     async def _keep_lease(self, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
+            header = self._identity.bare_header()
             try:
-                await self._read(self._cache.Heartbeat, cache_pb2.HeartbeatRequest(header=self._identity.header()))
-            except Fenced:
-                return  # the lease is over for good; the next call of the owner learns it too
-            except RadixPoolError:
-                continue  # the manager did not answer: the next beat tries again
+                await self._cache.Heartbeat(cache_pb2.HeartbeatRequest(header=header), timeout=self._options.timeout_s)
+            except grpc.RpcError as error:
+                if isinstance(error_from_rpc(error), Fenced):
+                    self._identity.end_epoch(header.epoch)
+                    return  # the lease is over for good; the next call of the owner registers again
 
 
 class AsyncSequence(SequenceState):
@@ -159,8 +186,8 @@ class AsyncSequence(SequenceState):
 
     __slots__ = ("_client", "_released")
 
-    def __init__(self, client: AsyncClient, acquired: ops.Acquired, num_tokens: int) -> None:
-        super().__init__(acquired, num_tokens)
+    def __init__(self, client: AsyncClient, request: cache_pb2.AcquireRequest, acquired: ops.Acquired) -> None:
+        super().__init__(request, acquired)
         self._client = client
         self._released = False
 
@@ -172,8 +199,9 @@ class AsyncSequence(SequenceState):
 
     async def extend(self, tokens: ops.Tokens) -> ops.Extended:
         """Append known tokens; allocates when a block boundary is crossed. Raises PoolExhausted, nothing changed."""
-        result = await self._client.extend(self.handle, tokens)
-        self.apply_extended(result)
+        packed = pack_tokens(tokens)
+        result = await self._client.extend(self.handle, packed)
+        self.apply_extended(packed, result)
         return result
 
     async def reserve(self, num_tokens: int) -> ops.Reserved:
@@ -187,6 +215,13 @@ class AsyncSequence(SequenceState):
         result = await self._client.commit(self.handle, upto)
         self.apply_committed(result)
         return result
+
+    async def reacquire(self) -> None:
+        """Acquire all its tokens again, under a new handle, when Fenced or UnknownSequence said that it is gone.
+
+        What `cached_tokens` says then has survived; the rest must be computed again. Raises PoolExhausted.
+        """
+        self.apply_acquired(await self._client.reacquire(self.acquire_again()))
 
     async def release(self) -> None:
         """Give the blocks back; what was committed stays cached. One that is gone already counts as released."""

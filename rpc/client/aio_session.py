@@ -12,7 +12,8 @@ import grpc.aio
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
 from radixpool.rpc.client.identity import Identity
-from radixpool.rpc.errors import ProtocolError
+from radixpool.rpc.client.retry import RetryOptions, call_with_retries_async
+from radixpool.rpc.errors import Fenced, ManagerUnavailable
 from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import cache_pb2
 
@@ -20,15 +21,21 @@ _END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the 
 
 
 class AsyncSession:
-    """One open stream. `batch` may be awaited by many tasks; batches are answered one after the other.
+    """One stream of batches. `batch` may be awaited by many tasks; batches are answered one after the other.
 
-    After an error that is raised (not returned in a result) the stream is over: open another one.
+    A stream that breaks is opened anew, and the batch under way is sent again under its number, so that it runs once.
+    Fenced means that the epoch is over: every handle is void then, and `AsyncClient.session` opens the next session.
     """
 
-    def __init__(self, open_stream: Callable[..., Any], identity: Identity) -> None:
+    def __init__(
+        self, open_stream: Callable[..., Any], identity: Identity, *, retry: RetryOptions, address: str
+    ) -> None:
+        self._open_stream = open_stream
         self._identity = identity
-        self._call = open_stream()
+        self._retry = retry
+        self._address = address
         self._lock = asyncio.Lock()
+        self._call: Any = None
 
     async def __aenter__(self) -> AsyncSession:
         return self
@@ -39,32 +46,40 @@ class AsyncSession:
     async def batch(self, operations: Iterable[ops.Operation]) -> list[ops.Result | Exception]:
         """Run operations in order. One that fails gives an exception in its place and disturbs no other."""
         messages = list(map(codec.operation_message, operations))
-        request = cache_pb2.SessionRequest(header=self._identity.header(), operations=messages)
         async with self._lock:
-            reply = await self._exchange(request)
+            header = self._identity.begin()
+            request = cache_pb2.SessionRequest(header=header, operations=messages)
+            try:
+                reply = await call_with_retries_async(lambda: self._exchange(request), self._retry)
+            except Fenced:
+                self._identity.end_epoch(header.epoch)
+                raise
+            finally:
+                self._identity.end(header)
         return codec.results(reply.results, len(messages))
 
     async def close(self) -> None:
         """End the stream. A second close does nothing."""
-        self._call.cancel()
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
 
     async def _exchange(self, request: cache_pb2.SessionRequest) -> cache_pb2.SessionResponse:
+        if self._call is None:
+            self._call = self._open_stream()
         try:
             await self._call.write(request)
             reply = await self._call.read()
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            await self.close()
+            if error.code() is grpc.StatusCode.INTERNAL and not error.trailing_metadata():
+                # What asyncio gRPC says of a write to a connection that is gone.
+                raise ManagerUnavailable(f"the session with {self._address} broke") from None
+            raise error_from_rpc(error, address=self._address) from None
         except asyncio.InvalidStateError:
-            reply = _END
+            reply = _END  # the call was over before the write
         if reply is _END:
-            raise await self._reason_of_end()
+            await self.close()
+            raise ManagerUnavailable("the manager ended the session")
         assert isinstance(reply, cache_pb2.SessionResponse)
         return reply
-
-    async def _reason_of_end(self) -> Exception:
-        code = await self._call.code()
-        if code is grpc.StatusCode.OK:
-            return ProtocolError("the manager ended the session")
-        trailers = await self._call.trailing_metadata()
-        details = await self._call.details()
-        return error_from_rpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details, None))

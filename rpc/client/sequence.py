@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from radixpool.radix.errors import UnknownSequence
+from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import operations as ops
 from radixpool.rpc.errors import Fenced
+from radixpool.v1 import cache_pb2
 
 if TYPE_CHECKING:
     from radixpool.rpc.client.sync import Client
+
+TOKEN_BYTES: Final = 4
 
 
 class SequenceState:
@@ -24,14 +28,17 @@ class SequenceState:
     block_table: int32, read-only.
     """
 
-    __slots__ = ("block_table", "cached_tokens", "committed_tokens", "handle", "num_tokens")
+    __slots__ = ("_request", "_tokens", "block_table", "cached_tokens", "committed_tokens", "handle")
 
-    def __init__(self, acquired: ops.Acquired, num_tokens: int) -> None:
-        self.handle = acquired.handle
-        self.cached_tokens = acquired.cached_tokens
-        self.committed_tokens = acquired.cached_tokens
-        self.num_tokens = num_tokens
-        self.block_table = acquired.block_table
+    handle: bytes
+    cached_tokens: int
+    committed_tokens: int
+    block_table: npt.NDArray[np.int32]
+
+    def __init__(self, request: cache_pb2.AcquireRequest, acquired: ops.Acquired) -> None:
+        self._request = request
+        self._tokens = bytearray(request.tokens)
+        self.apply_acquired(acquired)
 
     def __repr__(self) -> str:
         """Show lengths only: handle and tokens are secrets."""
@@ -40,10 +47,26 @@ class SequenceState:
             f"committed_tokens={self.committed_tokens}, blocks={len(self.block_table)})"
         )
 
-    def apply_extended(self, result: ops.Extended) -> None:
-        """Take over the new length and the blocks that were added."""
-        self.num_tokens = result.num_tokens
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose ids are known."""
+        return len(self._tokens) // TOKEN_BYTES
+
+    def apply_acquired(self, result: ops.Acquired) -> None:
+        """Take over a handle and all that comes with it."""
+        self.handle = result.handle
+        self.cached_tokens = self.committed_tokens = result.cached_tokens
+        self.block_table = result.block_table
+
+    def apply_extended(self, tokens: bytes, result: ops.Extended) -> None:
+        """Take over the new tokens and the blocks that were added."""
+        self._tokens += tokens
         self.append_blocks(result.appended_blocks)
+
+    def acquire_again(self) -> cache_pb2.AcquireRequest:
+        """Return the acquire of all its present tokens."""
+        self._request.tokens = bytes(self._tokens)
+        return self._request
 
     def append_blocks(self, block_ids: npt.NDArray[np.int32]) -> None:
         """Put `block_ids` at the end of the block table."""
@@ -65,8 +88,8 @@ class RemoteSequence(SequenceState):
 
     __slots__ = ("_client", "_released")
 
-    def __init__(self, client: Client, acquired: ops.Acquired, num_tokens: int) -> None:
-        super().__init__(acquired, num_tokens)
+    def __init__(self, client: Client, request: cache_pb2.AcquireRequest, acquired: ops.Acquired) -> None:
+        super().__init__(request, acquired)
         self._client = client
         self._released = False
 
@@ -78,8 +101,9 @@ class RemoteSequence(SequenceState):
 
     def extend(self, tokens: ops.Tokens) -> ops.Extended:
         """Append known tokens; allocates when a block boundary is crossed. Raises PoolExhausted, nothing changed."""
-        result = self._client.extend(self.handle, tokens)
-        self.apply_extended(result)
+        packed = pack_tokens(tokens)
+        result = self._client.extend(self.handle, packed)
+        self.apply_extended(packed, result)
         return result
 
     def reserve(self, num_tokens: int) -> ops.Reserved:
@@ -93,6 +117,13 @@ class RemoteSequence(SequenceState):
         result = self._client.commit(self.handle, upto)
         self.apply_committed(result)
         return result
+
+    def reacquire(self) -> None:
+        """Acquire all its tokens again, under a new handle, when Fenced or UnknownSequence said that it is gone.
+
+        What `cached_tokens` says then has survived; the rest must be computed again. Raises PoolExhausted.
+        """
+        self.apply_acquired(self._client.reacquire(self.acquire_again()))
 
     def release(self) -> None:
         """Give the blocks back; what was committed stays cached. One that is gone already counts as released."""

@@ -12,23 +12,28 @@ import grpc
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
 from radixpool.rpc.client.identity import Identity
-from radixpool.rpc.errors import ProtocolError
+from radixpool.rpc.client.retry import RetryOptions, call_with_retries
+from radixpool.rpc.errors import Fenced, ManagerUnavailable
 from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import cache_pb2
 
 
 class Session:
-    """One open stream. `batch` may be called from many threads; batches are answered one after the other.
+    """One stream of batches. `batch` may be called from many threads; batches are answered one after the other.
 
-    After an error that is raised (not returned in a result) the stream is over: open another one.
+    A stream that breaks is opened anew, and the batch under way is sent again under its number, so that it runs once.
+    Fenced means that the epoch is over: every handle is void then, and `Client.session` opens the next session.
     """
 
-    def __init__(self, open_stream: Callable[..., Any], identity: Identity) -> None:
+    def __init__(
+        self, open_stream: Callable[..., Any], identity: Identity, *, retry: RetryOptions, address: str
+    ) -> None:
+        self._open_stream = open_stream
         self._identity = identity
-        self._requests: queue.SimpleQueue[cache_pb2.SessionRequest | None] = queue.SimpleQueue()
+        self._retry = retry
+        self._address = address
         self._lock = threading.Lock()
-        self._call = open_stream(iter(self._requests.get, None))
-        self._replies: Iterator[cache_pb2.SessionResponse] = iter(self._call)
+        self._stream: _Stream | None = None
 
     def __enter__(self) -> Session:
         return self
@@ -39,22 +44,51 @@ class Session:
     def batch(self, operations: Iterable[ops.Operation]) -> list[ops.Result | Exception]:
         """Run operations in order. One that fails gives an exception in its place and disturbs no other."""
         messages = list(map(codec.operation_message, operations))
-        request = cache_pb2.SessionRequest(header=self._identity.header(), operations=messages)
         with self._lock:
-            self._requests.put(request)
-            reply = self._receive()
+            header = self._identity.begin()
+            request = cache_pb2.SessionRequest(header=header, operations=messages)
+            try:
+                reply = call_with_retries(lambda: self._exchange(request), self._retry)
+            except Fenced:
+                self._identity.end_epoch(header.epoch)
+                raise
+            finally:
+                self._identity.end(header)
         return codec.results(reply.results, len(messages))
 
     def close(self) -> None:
         """End the stream. A second close does nothing."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def _exchange(self, request: cache_pb2.SessionRequest) -> cache_pb2.SessionResponse:
+        if self._stream is None:
+            self._stream = _Stream(self._open_stream)
+        try:
+            return self._stream.exchange(request)
+        except grpc.RpcError as error:
+            self.close()
+            raise error_from_rpc(error, address=self._address) from None
+
+
+class _Stream:
+    """The two directions of one call."""
+
+    def __init__(self, open_stream: Callable[..., Any]) -> None:
+        self._requests: queue.SimpleQueue[cache_pb2.SessionRequest | None] = queue.SimpleQueue()
+        self._call = open_stream(iter(self._requests.get, None))
+        self._replies: Iterator[cache_pb2.SessionResponse] = iter(self._call)
+
+    def exchange(self, request: cache_pb2.SessionRequest) -> cache_pb2.SessionResponse:
+        """Send one message and wait for its answer. Raises grpc.RpcError."""
+        self._requests.put(request)
+        reply = next(self._replies, None)
+        if reply is None:
+            raise ManagerUnavailable("the manager ended the session")
+        return reply
+
+    def close(self) -> None:
+        """End the call and the thread that feeds it."""
         self._requests.put(None)
         self._call.cancel()
-
-    def _receive(self) -> cache_pb2.SessionResponse:
-        try:
-            reply = next(self._replies, None)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
-        if reply is None:
-            raise ProtocolError("the manager ended the session")
-        return reply

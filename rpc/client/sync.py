@@ -1,11 +1,14 @@
 """The blocking client of a manager: sequences, batches, sessions, the pool, and what operators ask.
 
 It registers itself before the first call that changes something, and keeps its lease from a background thread until it
-is closed. One client may be used from many threads.
+is closed. While the manager does not answer, calls are tried again (`RetryOptions`). After a manager's restart, or when
+the lease was lost, calls that name a sequence raise Fenced or UnknownSequence, because their sequences are gone; the
+next call registers the client again (`RemoteSequence.reacquire`). One client may be used from many threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -20,9 +23,11 @@ from radixpool.rpc.client.channel import open_channel
 from radixpool.rpc.client.heartbeat import Heartbeat
 from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.options import ClientOptions
+from radixpool.rpc.client.retry import call_with_retries
 from radixpool.rpc.client.sequence import RemoteSequence
 from radixpool.rpc.client.session import Session
 from radixpool.rpc.convert import namespace_to_wire, pool_from_wire, pool_spec_to_wire, pool_to_wire
+from radixpool.rpc.errors import Fenced
 from radixpool.rpc.pool_types import Pool, PoolSpec
 from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, pool_pb2_grpc
@@ -61,11 +66,13 @@ class Client:
             heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
             heartbeat.stop()
-            try:
-                request = cache_pb2.UnregisterClientRequest(header=self._identity.header())
+        header = self._identity.bare_header()
+        if header.epoch:
+            self._identity.end_epoch(header.epoch)
+            request = cache_pb2.UnregisterClientRequest(header=header)
+            # When the manager is gone or has fenced us, the lease is over just the same.
+            with contextlib.suppress(grpc.RpcError):
                 self._cache.UnregisterClient(request, timeout=self._options.timeout_s)
-            except grpc.RpcError:
-                pass  # the manager is gone or has fenced us: either way the lease is over
         self._channel.close()
 
     # Data path.
@@ -83,8 +90,11 @@ class Client:
         Use it in a `with` statement: leaving it releases the sequence. Raises PoolExhausted, nothing changed.
         """
         request = codec.acquire_request(ops.Acquire(tokens, namespace, reserve, max_hit))
-        reply = self._change(self._cache.Acquire, request)
-        return RemoteSequence(self, codec.acquired(reply), len(request.tokens) // 4)
+        return RemoteSequence(self, request, self.reacquire(request))
+
+    def reacquire(self, request: cache_pb2.AcquireRequest) -> ops.Acquired:
+        """Send an acquire, once more in a new epoch if fenced; `RemoteSequence.reacquire` is for callers."""
+        return codec.acquired(self._change_anew(self._cache.Acquire, request))
 
     def extend(self, handle: bytes, tokens: ops.Tokens) -> ops.Extended:
         """Append known tokens to a sequence. Raises PoolExhausted, nothing changed."""
@@ -120,13 +130,13 @@ class Client:
     def session(self) -> Session:
         """Open a stream for many batches, answered in order: several times faster than calls. Close it, or `with`."""
         self._ensure_registered()
-        return Session(self._cache.Session, self._identity)
+        return Session(self._cache.Session, self._identity, retry=self._options.retry, address=self._address)
 
     # The pool.
 
     def register_pool(self, pool: Pool) -> None:
         """Announce the pool of this process, which must stay open: the manager forgets it with the lease."""
-        self._change(self._pool.RegisterPool, pool_pb2.RegisterPoolRequest(pool=pool_to_wire(pool)))
+        self._change_anew(self._pool.RegisterPool, pool_pb2.RegisterPoolRequest(pool=pool_to_wire(pool)))
 
     def attach_pool(self, expected: PoolSpec) -> Pool:
         """Return how to map the pool. Raises PoolMismatch naming the field, or PoolUnavailable."""
@@ -182,25 +192,51 @@ class Client:
     # Calls.
 
     def _read(self, method: Callable[..., Reply], request: Any) -> Reply:
-        try:
-            return method(request, timeout=self._options.timeout_s)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, address=self._address) from None
+        def attempt() -> Reply:
+            try:
+                return method(request, timeout=self._options.timeout_s)
+            except grpc.RpcError as error:
+                raise error_from_rpc(error, address=self._address) from None
+
+        return call_with_retries(attempt, self._options.retry)
 
     def _change(self, method: Callable[..., Reply], request: Any) -> Reply:
+        """Send a request under one number, however often; registers the client before it if need be."""
         self._ensure_registered()
-        request.header.CopyFrom(self._identity.header())
-        return self._read(method, request)
+        header = self._identity.begin()
+        request.header.CopyFrom(header)
+        try:
+            return self._read(method, request)
+        except Fenced:
+            self._identity.end_epoch(header.epoch)
+            raise
+        finally:
+            self._identity.end(header)
+
+    def _change_anew(self, method: Callable[..., Reply], request: Any) -> Reply:
+        """Do the same for a request that needs no earlier one: when fenced, it goes out once more in a new epoch."""
+        try:
+            return self._change(method, request)
+        except Fenced:
+            return self._change(method, request)
 
     def _ensure_registered(self) -> None:
         with self._lock:
-            if self._heartbeat is not None:
+            if self._identity.is_registered:
                 return
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
             reply = self._read(self._cache.RegisterClient, self._identity.registration())
-            self._identity.epoch = reply.epoch
+            self._identity.start_epoch(reply.epoch)
             self._heartbeat = Heartbeat(self._renew_lease, ttl_ms=reply.lease_ttl_ms)
             self._heartbeat.start()
 
     def _renew_lease(self) -> None:
-        request = cache_pb2.HeartbeatRequest(header=self._identity.header())
-        self._read(self._cache.Heartbeat, request)
+        request = cache_pb2.HeartbeatRequest(header=self._identity.bare_header())
+        try:
+            self._cache.Heartbeat(request, timeout=self._options.timeout_s)
+        except grpc.RpcError as error:
+            renewal_error = error_from_rpc(error, address=self._address)
+            if isinstance(renewal_error, Fenced):
+                self._identity.end_epoch(request.header.epoch)
+            raise renewal_error from None

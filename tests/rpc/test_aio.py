@@ -8,7 +8,7 @@ import pytest
 
 from radixpool.radix import PoolExhausted, UnknownSequence
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import AsyncClient, ClientOptions
+from radixpool.rpc.client import NO_RETRY, AsyncClient, ClientOptions
 from radixpool.rpc.errors import Fenced, ManagerUnavailable
 
 PROMPT = list(range(10))
@@ -58,6 +58,8 @@ async def test_a_fenced_client_loses_its_stream(server):
         for _ in range(2):
             with pytest.raises(Fenced):
                 await session.batch([ops.Match([1])])
+        async with await client.session() as another:
+            assert await another.batch([ops.Match([1])]) == [ops.Matched(0)]
 
 
 async def test_the_lease_is_kept_by_the_background_task(make_server):
@@ -79,6 +81,6 @@ async def test_closing_ends_the_lease(server):
 
 
 async def test_nobody_at_the_address(socket_dir):
-    async with AsyncClient(f"unix:{socket_dir}/none.sock") as client:
+    async with AsyncClient(f"unix:{socket_dir}/none.sock", options=ClientOptions(retry=NO_RETRY)) as client:
         with pytest.raises(ManagerUnavailable, match=r"none\.sock"):
             await client.acquire(PROMPT)

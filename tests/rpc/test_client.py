@@ -9,7 +9,7 @@ import pytest
 
 from radixpool.radix import BlockState, Namespace, PoolExhausted, UnknownSequence
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import Client
+from radixpool.rpc.client import NO_RETRY, Client, ClientOptions
 from radixpool.rpc.errors import ManagerUnavailable
 
 PROMPT = list(range(100, 110))  # two full blocks of four and a tail
@@ -197,5 +197,6 @@ def test_one_client_from_many_threads(client):
 
 
 def test_nobody_at_the_address(socket_dir):
-    with Client(f"unix:{socket_dir}/none.sock") as client, pytest.raises(ManagerUnavailable, match=r"none\.sock"):
+    address, options = f"unix:{socket_dir}/none.sock", ClientOptions(retry=NO_RETRY)
+    with Client(address, options=options) as client, pytest.raises(ManagerUnavailable, match=r"none\.sock"):
         client.info()

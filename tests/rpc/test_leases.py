@@ -92,13 +92,15 @@ def test_a_client_that_stops_its_heartbeat_loses_its_blocks(make_server, eventua
         committed.commit(10)
         assert watcher.stats().cache.held_blocks == 13
         silence(client)
+        epoch = client._identity.bare_header().epoch
         eventually(lambda: watcher.stats().cache.num_sequences == 0)
         cache = watcher.stats().cache
         assert (cache.held_blocks, cache.cached_blocks, cache.free_blocks) == (0, 2, 62)
         assert watcher.match(PROMPT).cached_tokens == 8
         assert watcher.match([7] * 40).cached_tokens == 0
         before = watcher.stats().cache
-        for late in (lambda: client.commit(uncommitted.handle, 40), lambda: client.acquire([1, 2, 3])):
+        for late in (lambda: client.commit(uncommitted.handle, 40), lambda: client.release(committed.handle)):
+            client._identity.start_epoch(epoch)
             with pytest.raises(Fenced):
                 late()
         assert watcher.stats().cache == before

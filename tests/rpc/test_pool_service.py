@@ -123,7 +123,7 @@ def test_a_cuda_handle_of_the_wrong_length_is_refused_on_both_sides(holder, serv
         )
     )
     holder.acquire([1]).release()  # registers the client
-    request.header.CopyFrom(holder._identity.header())
+    request.header.CopyFrom(holder._identity.bare_header())
     with pytest.raises(ValueError, match="64 bytes, got 65"):
         server.engine.register_pool(request, pool_pb2.RegisterPoolResponse())
 

@@ -72,8 +72,11 @@ def test_a_fenced_client_loses_its_stream(server, client):
         session.batch([])
         for lease in list(server.engine.leases):
             server.engine.leases.end(lease.client_id)
-        with pytest.raises(Fenced):
-            session.batch([ops.Match([1])])
+        for _ in range(2):
+            with pytest.raises(Fenced):
+                session.batch([ops.Match([1])])
+    with client.session() as another:
+        assert another.batch([ops.Match([1])]) == [ops.Matched(0)]
 
 
 def test_the_number_of_streams_is_limited_and_calls_still_answer(client, monkeypatch):

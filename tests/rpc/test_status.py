@@ -18,6 +18,8 @@ EXAMPLES = [
     radix_errors.UnknownSequence(4711),
     radix_errors.UnknownPin(4),
     radix_errors.UnknownWorker("w"),
+    radix_errors.NotCached(3),
+    radix_errors.EventsLost(3, first_seq=9),
     radix_errors.CacheBusy(held_blocks=2, quarantined_blocks=1),
     radix_errors.InvariantViolation("free + cached != num_blocks"),
     rpc_errors.Fenced("epoch 3 is over"),

@@ -1,0 +1,84 @@
+"""Trying again while the manager does not answer: how often, how long, and in which steps.
+
+Every request that changes something carries a number under which the manager keeps its first reply, so a request that
+is sent again has no second effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from radixpool.rpc.errors import ManagerUnavailable
+
+Reply = TypeVar("Reply")
+JITTER: Final = 0.2
+"""Each pause is longer or shorter by up to this share, so that clients do not come back all at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryOptions:
+    """How a client waits for a manager that does not answer.
+
+    initial_backoff_s: pause before the second attempt.
+    multiplier: each further pause is so many times the one before.
+    max_backoff_s: no pause is longer.
+    total_s: no attempt begins later than this after the first one; 0 means a single attempt.
+    """
+
+    initial_backoff_s: float = 0.1
+    multiplier: float = 1.5
+    max_backoff_s: float = 5.0
+    total_s: float = 10.0
+
+
+NO_RETRY: Final = RetryOptions(total_s=0.0)
+
+
+def pauses(options: RetryOptions, *, draw: Callable[[], float] = random.random) -> Iterator[float]:
+    """Yield the pauses between attempts, for ever. `draw` gives uniform numbers from 0 to 1.
+
+    >>> steps = pauses(RetryOptions(), draw=lambda: 0.5)
+    >>> [round(next(steps), 4) for _ in range(4)]
+    [0.1, 0.15, 0.225, 0.3375]
+    """
+    pause = options.initial_backoff_s
+    while True:
+        yield pause * (1 + JITTER * (2 * draw() - 1))
+        pause = min(pause * options.multiplier, options.max_backoff_s)
+
+
+def call_with_retries(
+    attempt: Callable[[], Reply],
+    options: RetryOptions,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Reply:
+    """Return what `attempt` returns, trying again while it raises ManagerUnavailable and there is time."""
+    deadline = clock() + options.total_s
+    for pause in pauses(options):
+        try:
+            return attempt()
+        except ManagerUnavailable:
+            if clock() + pause > deadline:
+                raise
+        sleep(pause)
+    raise AssertionError("the pauses never end")
+
+
+async def call_with_retries_async(attempt: Callable[[], Awaitable[Reply]], options: RetryOptions) -> Reply:
+    """Do the same for a coroutine function."""
+    deadline = time.monotonic() + options.total_s
+    for pause in pauses(options):
+        try:
+            return await attempt()
+        except ManagerUnavailable:
+            if time.monotonic() + pause > deadline:
+                raise
+        await asyncio.sleep(pause)
+    raise AssertionError("the pauses never end")

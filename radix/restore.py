@@ -99,12 +99,14 @@ class RestorePlan:
 
     def runs(self) -> Iterator[PlannedRun]:
         """Yield the runs, parents before children. O(1) each plus a copy of its tokens."""
+        if not self.num_runs:
+            return
         loose = self.loose
         stride = loose.tokens.shape[1] * 4
         tokens = np.ascontiguousarray(loose.tokens, dtype="<u4").data.cast("B")
         blocks = np.ascontiguousarray(loose.blocks, dtype="<i4").data.cast("B")
         starts = self.starts.tolist()
-        stops = [*starts[1:], loose.blocks.size] if starts else []
+        stops = [*starts[1:], loose.blocks.size]
         tails = np.asarray(stops, dtype=np.int64) - 1
         columns = zip(
             self.run_parents.tolist(),
@@ -186,11 +188,14 @@ def _second_copies(loose: LooseBlocks) -> _Ints:
     one, other = by_mixed[alike], by_mixed[alike + 1]
     same = (key[one] == key[other]).all(axis=1)
     same &= (loose.tokens[candidates[one]] == loose.tokens[candidates[other]]).all(axis=1)
-    return candidates[other[same]]
+    copies: _Ints = candidates[other[same]]
+    return copies
 
 
 def _num_children(loose: LooseBlocks) -> _Ints:
-    return np.bincount(loose.parents[loose.parents >= 0], minlength=loose.parents.size)
+    """Count the children of every block; the last two entries answer for `ORPHAN` and `ROOT` with 0."""
+    counts: _Ints = np.bincount(loose.parents[loose.parents >= 0], minlength=loose.parents.size + 2)
+    return counts
 
 
 def _chain(loose: LooseBlocks) -> tuple[_Ints, _Ints]:
@@ -232,4 +237,5 @@ def _spread_last_uses(loose: LooseBlocks, starts: _Ints) -> npt.NDArray[np.uint6
     ranks[stops - 1] = np.maximum(ranks[stops - 1], below)
     # A running maximum from the tail, all chains at once: an offset per chain keeps the earlier ones out.
     offset = (starts.size - chain_of) * np.int64(times.size)
-    return times[np.maximum.accumulate((ranks + offset)[::-1])[::-1] - offset]
+    spread: npt.NDArray[np.uint64] = times[np.maximum.accumulate((ranks + offset)[::-1])[::-1] - offset]
+    return spread

@@ -1,0 +1,213 @@
+"""What does the block directory cost, and how long does a recovery take?
+
+    python bench/directory.py                       all questions, on a memory file system where there is one
+    python bench/directory.py --folder /var/tmp     the same on a disk's file system
+
+The cost is measured side by side: two caches of one process run the same prompts in turns, one with a directory and
+one without, and the ratio is taken turn by turn. A recovery is what a start after `kill -9` does: open, scan the
+records, plan the tree, build it, and end the fence of the former life.
+"""
+
+from __future__ import annotations
+
+import csv
+import gc
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import tee
+from pathlib import Path
+
+import click
+import numpy as np
+import numpy.typing as npt
+from rich.progress import Progress
+from tree import Row, console, run_lifecycles, show, summarise
+from tree_workloads import BLOCK_SIZE, VOCABULARY, WORKLOADS, Workload
+
+from radixpool import RadixCache
+from radixpool.radix.namespace import DEFAULT_NAMESPACE
+from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
+from radixpool.radix.restore import plan_restore
+from radixpool.rpc.directory import BlockDirectory
+
+TURNS = 7
+RUN_LENGTHS = (1, 4, 32, 256)
+SHAPES = ("workload large", "runs of 256 blocks", "runs of 8 blocks", "runs of 1 block")
+
+
+@contextmanager
+def opened(folder: str | None, num_blocks: int) -> Iterator[BlockDirectory]:
+    """Open a directory of its own and remove it afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="radixpool-bench-", dir=folder))
+    directory = BlockDirectory.open(path / "directory", num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    try:
+        yield directory
+    finally:
+        directory.close()
+        shutil.rmtree(path)
+
+
+def measure_lifecycles(workload: Workload, seed: int, folder: str | None) -> Row:
+    """Measure a lifecycle with and without a directory, in turns over the same prompts."""
+    with opened(folder, workload.num_blocks) as directory:
+        caches = (
+            RadixCache(workload.num_blocks, BLOCK_SIZE),
+            RadixCache(workload.num_blocks, BLOCK_SIZE, persistence=directory),
+        )
+        streams = tee(workload.prompts(seed))
+        for cache, prompts in zip(caches, streams, strict=True):
+            run_lifecycles(cache, prompts, workload.fill)
+        gc.freeze()
+        evicted = caches[1].stats().evicted_blocks
+        committed = caches[1].stats().committed_blocks
+        turns = []
+        for _ in range(TURNS):
+            turns.append(
+                [run_lifecycles(c, p, workload.requests // TURNS) for c, p in zip(caches, streams, strict=True)]
+            )
+        gc.unfreeze()
+        requests = workload.requests // TURNS * TURNS
+        stats = caches[1].stats()
+        caches[1].check()
+        directory.check()
+    without, with_directory = (statistics.median(column) for column in zip(*turns, strict=True))
+    return {
+        "without_us": without,
+        "with_us": with_directory,
+        "ratio": statistics.median(b / a for a, b in turns),
+        "extra_us_per_committed_block": (with_directory - without) * requests / (stats.committed_blocks - committed),
+        "evicted_blocks_per_request": (stats.evicted_blocks - evicted) / requests,
+    }
+
+
+def measure_run(length: int, seed: int, folder: str | None) -> Row:
+    """Measure the directory's own calls for a run of `length` blocks scattered over 65,536."""
+    rng = np.random.default_rng(seed)
+    num_blocks = 65_536
+    blocks = rng.permutation(num_blocks).astype("<i4")
+    times: dict[str, list[int]] = {"handed_out": [], "stored": [], "touched": [], "returned": []}
+    clock = time.perf_counter_ns
+    with opened(folder, num_blocks) as directory:
+        for start in range(0, num_blocks - length, length):
+            ids = blocks[start : start + length].tobytes()
+            tokens = rng.integers(0, VOCABULARY, length * BLOCK_SIZE, dtype="<u4").tobytes()
+            t0 = clock()
+            directory.handed_out(ids)
+            t1 = clock()
+            directory.prepare(DEFAULT_NAMESPACE)
+            directory.stored(ids, tokens, parent=-1, position=0, namespace=DEFAULT_NAMESPACE, last_use=start)
+            t2 = clock()
+            directory.touched(int(blocks[start]), start)
+            t3 = clock()
+            directory.returned(ids)
+            t4 = clock()
+            for name, spent in zip(times, (t1 - t0, t2 - t1, t3 - t2, t4 - t3), strict=True):
+                times[name].append(spent)
+    row: Row = {f"{name}_us": statistics.median(values) / 1e3 for name, values in times.items()}
+    return row | {"stored_us_per_block": statistics.median(times["stored"]) / 1e3 / length}
+
+
+def fill(directory: BlockDirectory, shape: str, seed: int, num_blocks: int) -> None:
+    """Put `num_blocks` committed blocks into the directory, in trees of the shape."""
+    if shape == "workload large":
+        cache = RadixCache(num_blocks, BLOCK_SIZE, persistence=directory)
+        large = WORKLOADS["large"]
+        run_lifecycles(cache, large.prompts(seed), large.fill * num_blocks // large.num_blocks)
+        return
+    length = int(shape.split()[2])
+    rng = np.random.default_rng(seed)
+    blocks: npt.NDArray[np.int64] = rng.permutation(num_blocks)
+    directory.prepare(DEFAULT_NAMESPACE)
+    parent = int(blocks[0])
+    for start in range(0, num_blocks, length):
+        run = blocks[start : start + length]
+        tokens = rng.integers(0, VOCABULARY, run.size * BLOCK_SIZE, dtype="<u4").tobytes()
+        directory.handed_out(run)
+        directory.stored(
+            run,
+            tokens,
+            parent=-1 if start == 0 else parent,
+            position=0 if start == 0 else 1,
+            namespace=DEFAULT_NAMESPACE,
+            last_use=int(rng.integers(1, num_blocks)),
+        )
+
+
+def measure_recovery(shape: str, seed: int, folder: str | None, num_blocks: int) -> Row:
+    """Measure each step of a recovery of `num_blocks` blocks, scaled to a million."""
+    path = Path(tempfile.mkdtemp(prefix="radixpool-bench-", dir=folder)) / "directory"
+    try:
+        directory = BlockDirectory.open(path, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        fill(directory, shape, seed, num_blocks)
+        directory.close()
+        gc.collect()
+        marks = [time.perf_counter()]
+        directory = BlockDirectory.open(path, num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        scan = directory.scan()
+        marks.append(time.perf_counter())
+        plan = plan_restore(scan.loose)
+        marks.append(time.perf_counter())
+        cache = RadixCache(num_blocks, BLOCK_SIZE, persistence=directory)
+        restore_blocks(cache, plan, namespaces=scan.namespaces(), media=scan.keys, quarantined=scan.private)
+        marks.append(time.perf_counter())
+        cache.remove_worker(FORMER_INCARNATION)
+        marks.append(time.perf_counter())
+        restored = cache.stats().tree_blocks
+        directory.close()
+    finally:
+        shutil.rmtree(path.parent)
+    steps = np.diff(marks) * 1e6 / restored
+    names = ("scan_s", "plan_s", "build_s", "unfence_s")
+    row: Row = {name: float(step) for name, step in zip(names, steps, strict=True)}
+    return row | {"total_s_per_million": float(steps.sum()), "runs": plan.num_runs, "restored_blocks": restored}
+
+
+@click.command(help=__doc__)
+@click.option("--folder", type=click.Path(exists=True, file_okay=False), help="Where the files lie.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Fresh directories per case.")
+@click.option("--recovery-blocks", default=1_000_000, show_default=True, type=click.IntRange(1024), help="Pool size.")
+@click.option("--seed", default=100, show_default=True, help="Seed of the first repeat.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all rows as JSON.")
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write all rows as CSV.")
+def main(
+    folder: str | None, repeats: int, recovery_blocks: int, seed: int, json_file: str | None, csv_file: str | None
+) -> None:
+    """Run the benchmark."""
+    if folder is None and Path("/dev/shm").is_dir():
+        folder = "/dev/shm"
+    cases: list[tuple[str, object, Callable[[int], Row]]] = []
+    for name in ("shared", "random", "chat"):
+        cases.append(("lifecycle", name, lambda s, n=name: measure_lifecycles(WORKLOADS[n], s, folder)))  # type: ignore[misc]
+    for length in RUN_LENGTHS:
+        cases.append(("calls for a run of blocks", length, lambda s, n=length: measure_run(n, s, folder)))  # type: ignore[misc]
+    for shape in SHAPES:
+        cases.append(
+            ("recovery", shape, lambda s, n=shape: measure_recovery(n, s, folder, recovery_blocks))  # type: ignore[misc]
+        )
+    rows: list[Row] = []
+    with Progress(console=console) as progress:
+        task = progress.add_task("measuring", total=len(cases) * repeats)
+        for question, case, measure in cases:
+            results = []
+            for repeat in range(repeats):
+                progress.update(task, description=f"{question}: {case}")
+                results.append(measure(seed + repeat))
+                progress.advance(task)
+            rows += summarise(question, case, results)
+    show(rows)
+    if json_file:
+        Path(json_file).write_text(json.dumps(rows, indent=1) + "\n")
+    if csv_file:
+        with Path(csv_file).open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

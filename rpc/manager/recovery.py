@@ -1,0 +1,213 @@
+"""From one life of the manager to the next: what is taken over, what is waited for, and when the former life is over.
+
+A manager with a block directory starts with the cache of its former life. Two things are not known then:
+
+* whether the bytes are still there: nothing is served until a pool registers. The same pool brings the cache back,
+  another one, or none ever known, means an empty start.
+* whether GPU steps of the former life still run: until each client of that life has registered again (which it does
+  only when none of its steps runs), or has been silent for its lease and a grace, no block that was in use may be
+  written to. Restored blocks can be hit all the while.
+
+The engine calls everything here under its lock.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from radixpool.radix import RadixCache
+from radixpool.radix.persistence import Persistence
+from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
+from radixpool.radix.restore import plan_restore
+from radixpool.rpc.directory import BlockDirectory
+from radixpool.rpc.directory.layout import NO_POOL
+from radixpool.v1 import cache_pb2
+
+_ROLES_WITHOUT_BLOCKS: Final = frozenset({cache_pb2.CLIENT_ROLE_POOL_HOLDER, cache_pb2.CLIENT_ROLE_OPERATOR})
+GRACE_S: Final = 2.0
+"""The longest GPU step that a client may have begun just before its lease ended."""
+_NO_POOL_KNOWN: Final = "no pool was registered in its former life, so that nobody answers for the bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryReport:
+    """What a start brought back.
+
+    restored_blocks: committed blocks that are findable again once the pool is back.
+    unwritten_blocks: blocks that were handed out but not committed; out of use until the former life is over.
+    dropped_blocks: blocks whose records were torn, damaged or without a place in a tree; out of use just as long.
+    former_clients: clients that may still use blocks.
+    seconds: how long it took.
+    started_empty_because: why nothing could be restored, None when the directory was of use.
+    """
+
+    restored_blocks: int = 0
+    unwritten_blocks: int = 0
+    dropped_blocks: int = 0
+    former_clients: int = 0
+    seconds: float = 0.0
+    started_empty_because: str | None = "the manager has no directory"
+
+
+class FormerLife:
+    """What this life has to reckon with of the one before: nothing, where no directory remembers it.
+
+    Attributes:
+        report: what was restored.
+
+    """
+
+    def __init__(self) -> None:
+        self.report = RecoveryReport()
+
+    @property
+    def persistence(self) -> Persistence | None:
+        """Where the cache of this life is recorded."""
+        return None
+
+    @property
+    def last_pool_id(self) -> bytes:
+        """The pool that the restored cache lives in, empty when there is none."""
+        return b""
+
+    @property
+    def awaits_pool(self) -> bool:
+        """Whether the restored cache must not be served yet, because its pool has not come back."""
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no block is fenced for the former life's sake any more."""
+        return True
+
+    def restore(self, cache: RadixCache) -> None:
+        """Fill a new cache with what the former life had committed. Raises DirectoryDamaged."""
+
+    def pool_registered(self, pool_id: bytes) -> None:
+        """Learn that the pool with the bytes of the cached blocks is registered."""
+
+    def pool_replaced(self, generation: int) -> None:
+        """Learn that other bytes take the place of the cached ones, and that `generation` begins with them."""
+
+    def client_registered(self, client_id: bytes, role: int) -> None:
+        """Learn, before it can hold a block, of a client: what it did in its former life is over.
+
+        Raises DirectoryNoSpace.
+        """
+
+    def client_gone(self, client_id: bytes) -> None:
+        """Learn that the last block of a client of this life came back."""
+
+    def poll(self) -> None:
+        """End the former life when its time is over. O(1) until then."""
+
+    def close(self) -> None:
+        """Close the directory; what it holds stays for the next life."""
+
+
+class RecordedLife(FormerLife):
+    """A former life that a directory remembers. `clock` gives monotonic seconds, `ttl_s` was its clients' lease."""
+
+    def __init__(self, directory: BlockDirectory, *, ttl_s: float, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._directory = directory
+        self._clock = clock
+        self._deadline = clock() + ttl_s + GRACE_S
+        self._awaited = set(directory.clients.client_ids)
+        self._fenced: RadixCache | None = None
+        self._awaits_pool = False
+
+    @property
+    def persistence(self) -> Persistence:
+        """The directory itself."""
+        return self._directory
+
+    @property
+    def last_pool_id(self) -> bytes:
+        """The pool that the directory's records describe."""
+        return b"" if self._directory.pool_id == NO_POOL else self._directory.pool_id
+
+    @property
+    def awaits_pool(self) -> bool:
+        """Whether blocks were restored and their pool has not registered yet."""
+        return self._awaits_pool
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every client of the former life has come back or was waited out."""
+        return self._fenced is None
+
+    def restore(self, cache: RadixCache) -> None:
+        """Scan the directory and rebuild the tree: everything stays fenced until the former life is over."""
+        started = time.perf_counter()
+        scan = self._directory.scan()
+        loose = scan.loose if self.last_pool_id else scan.loose.take(np.empty(0, dtype=np.int64))
+        plan = plan_restore(loose)
+        dropped = np.concatenate((scan.torn, np.setdiff1d(scan.loose.blocks, plan.loose.blocks, assume_unique=True)))
+        self._directory.removed(dropped)
+        quarantined = np.concatenate((scan.private, dropped))
+        restore_blocks(cache, plan, namespaces=scan.namespaces(), media=scan.keys, quarantined=quarantined)
+        gc.freeze()  # the tree stays: the collector need not look at it again and again
+        self._fenced = cache
+        self._awaits_pool = plan.num_runs > 0
+        reason = self._directory.started_empty_because
+        self.report = RecoveryReport(
+            restored_blocks=plan.loose.blocks.size,
+            unwritten_blocks=scan.private.size,
+            dropped_blocks=dropped.size,
+            former_clients=len(self._awaited) + self._directory.clients.num_unreadable,
+            seconds=time.perf_counter() - started,
+            started_empty_because=reason or (None if self.last_pool_id else _NO_POOL_KNOWN),
+        )
+        self._end_if_alone()
+
+    def pool_registered(self, pool_id: bytes) -> None:
+        """Note the pool; from now on the restored cache may be served."""
+        self._directory.set_pool(pool_id)
+        self._awaits_pool = False
+
+    def pool_replaced(self, generation: int) -> None:
+        """Forget every block and every former client: none of them can touch the new bytes."""
+        self._directory.clear()
+        self._directory.set_generation(generation)
+        self._fenced = None
+        self._wait_no_longer()
+
+    def client_registered(self, client_id: bytes, role: int) -> None:
+        """Record the client unless its role holds no blocks, and stop waiting for it."""
+        if role not in _ROLES_WITHOUT_BLOCKS:
+            self._directory.clients.add(client_id)
+        self._awaited.discard(client_id)
+        self._end_if_alone()
+
+    def client_gone(self, client_id: bytes) -> None:
+        """Strike the client off the record."""
+        if client_id not in self._awaited:
+            self._directory.clients.discard(client_id)
+
+    def poll(self) -> None:
+        """Wait no longer for clients whose lease and grace are over."""
+        if self._fenced is not None and self._clock() >= self._deadline:
+            self._wait_no_longer()
+            self._end_if_alone()
+
+    def close(self) -> None:
+        """Unmap and unlock the directory."""
+        self._directory.close()
+
+    def _wait_no_longer(self) -> None:
+        for client_id in self._awaited:
+            self._directory.clients.discard(client_id)
+        self._awaited.clear()
+        self._directory.clients.discard_unreadable()
+
+    def _end_if_alone(self) -> None:
+        if self._fenced is not None and not self._awaited and not self._directory.clients.num_unreadable:
+            fenced, self._fenced = self._fenced, None
+            fenced.remove_worker(FORMER_INCARNATION)

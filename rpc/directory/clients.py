@@ -10,6 +10,8 @@ from __future__ import annotations
 import struct
 import zlib
 
+import numpy as np
+
 from radixpool.rpc import limits
 from radixpool.rpc.directory.errors import DirectoryNoSpace
 from radixpool.rpc.directory.layout import CLIENT_SLOT_BYTES
@@ -25,10 +27,11 @@ class ClientTable:
 
     def __init__(self, region: memoryview) -> None:
         self._region = region
+        in_use = np.frombuffer(region, dtype=np.uint8).reshape(-1, CLIENT_SLOT_BYTES).any(axis=1)
         self._slots: dict[bytes, int] = {}
-        self._free: list[int] = []
+        self._free: list[int] = np.flatnonzero(~in_use)[::-1].tolist()
         self._unreadable: list[int] = []
-        for slot in reversed(range(len(region) // CLIENT_SLOT_BYTES)):
+        for slot in np.flatnonzero(in_use).tolist():
             self._load(slot)
 
     @property
@@ -69,12 +72,8 @@ class ClientTable:
         self._free.append(slot)
 
     def _load(self, slot: int) -> None:
-        at = slot * CLIENT_SLOT_BYTES
-        content = bytes(self._region[at : at + CLIENT_SLOT_BYTES])
-        client_id, crc = _SLOT.unpack_from(content)
-        if content == _EMPTY:
-            self._free.append(slot)
-        elif crc == zlib.crc32(client_id) and client_id not in self._slots:
+        client_id, crc = _SLOT.unpack_from(self._region, slot * CLIENT_SLOT_BYTES)
+        if crc == zlib.crc32(client_id) and client_id not in self._slots:
             self._slots[client_id] = slot
         else:
             self._unreadable.append(slot)

@@ -44,6 +44,7 @@ class BlockDirectory:
         geometry: number and size of the blocks.
         clients: the clients that may hold blocks.
         started_empty_because: why nothing of a former life could be used, None when it could.
+
     """
 
     def __init__(self, files: OpenFiles, geometry: Geometry) -> None:
@@ -70,11 +71,12 @@ class BlockDirectory:
         self._fields[layout.PARENT] = layout.NO_PARENT
         self._field_last_use = self._fields[layout.LAST_USE : layout.LAST_USE + 2].view("<u8")
         self._namespace: Namespace | None = None
+        self._closed = False
         self._namespace_number = NO_KEY
 
     @classmethod
-    def open(cls, path: Path, *, num_blocks: int, block_size: int) -> Self:
-        """Open the directory at `path` and begin its next incarnation.
+    def open(cls, path: Path, *, num_blocks: int, block_size: int, incarnation: int = 1) -> Self:
+        """Open the directory at `path` and begin its next incarnation, whose number is at least `incarnation`.
 
         A missing directory is made; one of another geometry is replaced by an empty one, and says why in
         `started_empty_because`. Raises DirectoryInUse, DirectoryDamaged and DirectoryNoSpace, leaving all as it was.
@@ -83,14 +85,15 @@ class BlockDirectory:
         files = open_files(path, geometry)
         directory = cls(files, geometry)
         life = directory._life
-        directory._set_life(Life(life.incarnation + 1, life.generation, life.pool_id))
+        number = max(life.incarnation + 1, incarnation)
+        directory._set_life(Life(number, life.generation, life.pool_id))
         return directory
 
     # --- lives
 
     @property
     def incarnation(self) -> int:
-        """How many times the directory was opened: greater in every later life of the manager."""
+        """The number of this life of the manager, greater than that of every earlier one with this directory."""
         return self._life.incarnation
 
     @property
@@ -122,12 +125,9 @@ class BlockDirectory:
         with naming(self._files.path):
             return scan_records(self._words, self._checksum, self._files.interned.by_number, self.geometry)
 
-    def forget(self, blocks: BlockIds) -> None:
-        """Clear the records of blocks that the scan left out, before their restored state counts.
-
-        They become private: an old worker may still write to them.
-        """
-        self._states[_ids(blocks)] = _PRIVATE
+    def clear(self) -> None:
+        """Make every block free: the bytes that the records describe are gone. O(num_blocks), one vectorised store."""
+        self._states[:] = _FREE
 
     # --- Persistence
 
@@ -227,8 +227,9 @@ class BlockDirectory:
 
     def close(self) -> None:
         """Unmap and unlock; idempotent. The records stay for the next life."""
-        if self._files.map.closed:
+        if self._closed:
             return
+        self._closed = True
         nothing = np.empty((0, self.geometry.record_words), dtype=np.uint32)
         self._words = self._states = self._generations = nothing
         self._last_uses = np.empty(0, dtype=np.uint64)

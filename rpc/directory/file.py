@@ -46,9 +46,10 @@ class OpenFiles:
     started_empty_because: str | None
 
     def close(self) -> None:
-        """Give everything back. The map closes once nobody looks into it any more."""
+        """Give everything back; the map itself once nobody looks into it any more."""
         self.interned.close()
-        self.map.close()
+        with suppress(BufferError):  # a traceback that is still kept may refer to a view
+            self.map.close()
         os.close(self.lock_fd)
 
 

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from radixpool.radix.namespace import Namespace
 from radixpool.radix.restore import ORPHAN, ROOT, LooseBlocks
 from radixpool.rpc.directory import layout
 from radixpool.rpc.directory.checksum import RowChecksum
@@ -38,12 +39,33 @@ class ScanResult:
         keys: the namespaces (encoded) and media keys behind the numbers.
         private: blocks that a sequence of the former life may have been writing to, int32.
         torn: blocks whose record is neither valid nor says that the block was free or private, int32.
+
     """
 
     loose: LooseBlocks
     keys: Mapping[int, bytes]
     private: npt.NDArray[np.int32]
     torn: npt.NDArray[np.int32]
+
+    def namespaces(self) -> dict[int, Namespace]:
+        """Return the namespaces of the valid records by number. O(n)."""
+        return {number: decode_namespace(self.keys[number]) for number in np.unique(self.loose.namespaces).tolist()}
+
+
+def decode_namespace(encoded: bytes) -> Namespace:
+    """Return the namespace of `Namespace.encode`.
+
+    >>> decode_namespace(Namespace(tenant="a", adapter_generation=3).encode()).tenant
+    'a'
+    """
+    values: list[str] = []
+    at = 0
+    while at < len(encoded):
+        end = at + 4 + int.from_bytes(encoded[at : at + 4], "little")
+        values.append(encoded[at + 4 : end].decode())
+        at = end
+    model, revision, adapter, adapter_generation, tenant, cache_salt = values
+    return Namespace(model, revision, adapter, int(adapter_generation), tenant, cache_salt)
 
 
 def scan_records(

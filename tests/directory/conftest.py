@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
-from radixpool.radix.namespace import Namespace
+from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.rpc.directory import BlockDirectory
 
 BLOCK_SIZE = 4
@@ -18,7 +21,7 @@ BLOCK_SIZE = 4
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """A folder that is not there yet, on a memory file system where there is one."""
+    """Name a folder that is not there yet, on a memory file system where there is one."""
     shm = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="radixpool-test-", dir=shm if shm.is_dir() else None))
     yield folder / "directory"
@@ -61,7 +64,7 @@ def store() -> Callable[..., None]:
         *blocks: int,
         parent: int = -1,
         position: int = 0,
-        namespace: Namespace = Namespace(),
+        namespace: Namespace = DEFAULT_NAMESPACE,
         last_use: int = 1,
         media: bytes = b"",
     ) -> None:
@@ -78,3 +81,15 @@ def store() -> Callable[..., None]:
         )
 
     return store_run
+
+
+@pytest.fixture(scope="session")
+def killing() -> ModuleType:
+    """Load the plain module of that name beside this file."""
+    name = "radixpool_tests_directory_killing"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "killing.py")
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]

@@ -14,10 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from radixpool.rpc.directory import BlockDirectory, DirectoryDamaged, DirectoryInUse, DirectoryNoSpace, layout, reset
+from radixpool.rpc.directory import BlockDirectory, DirectoryDamaged, DirectoryInUse, layout, reset
 
 Open = Callable[..., BlockDirectory]
 Store = Callable[..., None]
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def stored_blocks(directory: BlockDirectory) -> list[int]:
@@ -283,18 +287,18 @@ def test_an_unwritable_directory_is_refused(opened: Open, store: Store, path: Pa
 
 def test_a_path_that_is_a_file_is_refused_by_name(path: Path) -> None:
     path.write_text("something else")
-    with pytest.raises(Exception, match="directory .* exists"):
+    with pytest.raises(Exception, match=r"directory .* exists"):
         BlockDirectory.open(path, num_blocks=32, block_size=4)
     assert path.read_text() == "something else"
 
 
 def test_closing_gives_every_descriptor_back_and_twice_is_harmless(opened: Open) -> None:
     opened().close()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     directory = opened()
     directory.close()
     directory.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     with pytest.raises(DirectoryInUse):
         first = opened()
         BlockDirectory.open(first._files.path, num_blocks=32, block_size=4)

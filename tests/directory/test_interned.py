@@ -1,6 +1,5 @@
 """The log of interned keys: torn entries vanish, space comes back, a full disk refuses and loses nothing."""
 
-import os
 import resource
 import signal
 import subprocess
@@ -118,7 +117,8 @@ def test_a_full_disk_refuses_a_new_key_and_keeps_the_others(log_path: Path) -> N
 
 def test_closing_twice_is_harmless(log_path: Path) -> None:
     log = InternLog(log_path, seed=SEED)
-    open_before = len(os.listdir("/proc/self/fd"))
+    descriptors = Path("/proc/self/fd")
+    open_before = len(list(descriptors.iterdir()))
     log.close()
     log.close()
-    assert len(os.listdir("/proc/self/fd")) == open_before - 1
+    assert len(list(descriptors.iterdir())) == open_before - 1

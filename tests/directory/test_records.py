@@ -113,7 +113,7 @@ def test_a_child_in_another_namespace_or_place_is_an_orphan(opened: Open, store:
 
 @pytest.fixture
 def chain(opened: Open, store: Store, path: Path) -> tuple[BlockDirectory, bytes, bytes]:
-    """A directory with the path 1-2-3 and the branch 4 at 1, and the file before and after block 2 was stored."""
+    """Make a directory with the path 1-2-3 and the branch 4 at 1, and the file before and after block 2 was stored."""
     directory = opened(num_blocks=8)
     store(directory, 1)
     store(directory, 4, parent=1, position=1)

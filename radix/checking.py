@@ -56,6 +56,7 @@ class _Checker:
             self.need(root.namespace == namespace, f"tree of {namespace} is listed under another namespace")
         stack.extend(seq._node for seq in self.cache._sequences.values())
         stack.extend(self.cache._quarantine.fenced_nodes())
+        stack.extend(self.cache._pin_nodes())
         while stack:
             node = stack.pop()
             if id(node) in self.nodes:
@@ -76,8 +77,8 @@ class _Checker:
                 self.refs[id(seq._source)] = self.refs.get(id(seq._source), 0) + 1
         pins: dict[int, int] = {}
         for seq in self.cache._sequences.values():
-            expected = self.cache._groups.account(seq._namespace.tenant)
-            self.need(seq._node.account is expected, f"sequence {seq.handle} is charged to the wrong account")
+            account = self.cache._groups.account(seq._namespace.tenant)
+            self.need(seq._node.account is account, f"sequence {seq.handle} is charged to the wrong account")
         for node in self.cache._pin_nodes():
             self.refs[id(node)] = self.refs.get(id(node), 0) + 1
             pins[id(node)] = pins.get(id(node), 0) + 1
@@ -172,9 +173,7 @@ class _Checker:
         for account in self.cache._groups.accounts.values():
             own = [node for node in self.nodes.values() if node.account is account]
             private = sum(
-                seq.num_blocks - seq._node.end
-                for seq in self.cache._sequences.values()
-                if seq._node.account is account
+                seq.num_blocks - seq._node.end for seq in self.cache._sequences.values() if seq._node.account is account
             )
             used = sum(node.num_blocks for node in own) + private
             cached = sum(node.num_blocks for node in own if not (node.ref or node.fence))

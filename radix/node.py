@@ -57,6 +57,13 @@ class Node(Run):
         self.media = b""
         self.prev = self.next = self.data = self.origin = None
 
+    def goes_through(self, ancestor: Node) -> bool:
+        """Tell whether `ancestor` is this node or above it. O(depth)."""
+        node = self
+        while node is not ancestor and node.parent is not node:
+            node = node.parent
+        return node is ancestor
+
     def __repr__(self) -> str:
         return (
             f"Node(start={self.start}, num_blocks={self.num_blocks}, ref={self.ref}, fence={self.fence}, "

@@ -7,8 +7,10 @@ expires but through `expire`, so that a replayed log gives the same victims what
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from radixpool.radix.errors import NotCached, PinBudgetExceeded, UnknownPin
+from radixpool.radix.lifecycle import Lifecycle
 from radixpool.radix.media import MediaSpan, mark_blocks
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.node import Node
@@ -16,12 +18,11 @@ from radixpool.radix.options import CacheOptions
 from radixpool.radix.results import ExpireResult, PinInfo
 from radixpool.radix.timing import check_ttl
 from radixpool.radix.tokens import TokensLike, pack_tokens
-from radixpool.radix.variants import Variants
 
 __all__ = ["Pins"]
 
 
-class Pins(Variants):
+class Pins(Lifecycle):
     """Operations on pins."""
 
     def __init__(self, options: CacheOptions) -> None:
@@ -102,6 +103,22 @@ class Pins(Variants):
         for pin_id in due:
             self.unpin(pin_id)
         return ExpireResult(tuple(due), self._expire_ranges(now))
+
+    def _shrink_pins(self, top: Node) -> None:
+        """Take `top` and all below it out of every pin; a pin of which nothing is left is dropped."""
+        for pin_id, (info, node) in list(self._pins.items()):
+            if not node.goes_through(top):
+                continue
+            above = top.parent
+            if above.parent is above:
+                del self._pins[pin_id]
+            else:
+                self._hold(above)
+                self._count_pin(above, 1)
+                shorter = replace(info, num_tokens=above.end * self.block_size, num_blocks=above.end)
+                self._pins[pin_id] = (shorter, above)
+            self._count_pin(node, -1)
+            self._drop(node)
 
     def _pin_nodes(self) -> Iterator[Node]:
         return (node for _, node in self._pins.values())

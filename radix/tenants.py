@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from radixpool.radix.admission import check_count
 from radixpool.radix.node import Node, Root
-from radixpool.radix.pins import Pins
 from radixpool.radix.quotas import Account
+from radixpool.radix.variants import Variants
 
 __all__ = ["TenantUsage", "Tenants"]
 
@@ -23,7 +23,7 @@ class TenantUsage:
     cached_blocks: int
 
 
-class Tenants(Pins):
+class Tenants(Variants):
     """Operations on quotas."""
 
     def set_quota(self, tenant: str, *, guaranteed_blocks: int = 0, max_blocks: int | None = None) -> None:

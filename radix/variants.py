@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from radixpool.radix.admission import check_count
 from radixpool.radix.errors import UnknownSequence
-from radixpool.radix.lifecycle import Lifecycle
 from radixpool.radix.media import mark_blocks
 from radixpool.radix.node import Node
+from radixpool.radix.pins import Pins
 from radixpool.radix.quarantine import Fence
 from radixpool.radix.results import CopyOrder, ForkResult, InvalidateResult, RewindResult
 from radixpool.radix.sequence import Sequence
@@ -14,7 +14,7 @@ from radixpool.radix.sequence import Sequence
 __all__ = ["Variants"]
 
 
-class Variants(Lifecycle):
+class Variants(Pins):
     """Operations for speculative decoding, parallel sampling and data that turned out bad."""
 
     def rewind(self, seq: Sequence, to: int, *, after_step: Fence = None) -> RewindResult:
@@ -110,7 +110,8 @@ class Variants(Lifecycle):
         """Declare that the data of a block in the sequence's table is bad.
 
         A committed block leaves the tree with everything below it; what nobody holds of it is free at once, the rest
-        when its holders go. Holders see `invalid_from`. Of a private block only what is committed of it is taken back.
+        when its holders go. Holders see `invalid_from`, and pins end before the block. Of a private block what is
+        committed of it is taken back.
         O(runs below the block + the depth of every live sequence).
 
         Raises:
@@ -131,6 +132,7 @@ class Variants(Lifecycle):
         if node.start < block_index:
             self._split(node, block_index - node.start)
         before = len(self._free)
+        self._shrink_pins(node)
         doomed = self._subtree(node)
         if self._told:
             for run in reversed(doomed):
@@ -139,7 +141,7 @@ class Variants(Lifecycle):
         removed = self._kill(doomed)
         holders = []
         for other in self._sequences.values():
-            if _goes_through(other._node, node):
+            if other._node.goes_through(node):
                 first = block_index if other.invalid_from is None else min(other.invalid_from, block_index)
                 other.invalid_from = first
                 holders.append(other.handle)
@@ -185,11 +187,3 @@ class Variants(Lifecycle):
         elif self._persistence is not None:
             self._persistence.removed(node.blocks)
         return count
-
-
-def _goes_through(node: Node, ancestor: Node) -> bool:
-    while node.parent is not node:
-        if node is ancestor:
-            return True
-        node = node.parent
-    return False

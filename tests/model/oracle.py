@@ -316,6 +316,10 @@ class Oracle:
         for other in holders:
             known = self.sequences[other].invalid_from
             self.sequences[other].invalid_from = index if known is None else min(known, index)
+        for pin_id, (namespace, path) in list(self.pins.items()):
+            if bad in path:
+                self.pins[pin_id] = (namespace, path[: path.index(bad)])
+        self.pins = {pin_id: pin for pin_id, pin in self.pins.items() if pin[1]}
         removed = self.kill([bad, *bad.below()])
         self.bury()
         return removed, holders

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -64,3 +68,16 @@ class Letters:
 def letters() -> Callable[..., Letters]:
     """Return a factory of caches in the scenarios' notation."""
     return Letters
+
+
+@pytest.fixture
+def simulator() -> ModuleType:
+    """Return the simulator module beside this file."""
+    name = "radixpool_tests_radix_simulator"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "simulator.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]

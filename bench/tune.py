@@ -29,18 +29,24 @@ from radixpool.kernels.launch import TileConfig, uses_pairs
 from radixpool.kernels.triton_backend import Features, attend_variant
 
 NARROW = [
-    TileConfig(64, 4, 3, 2), TileConfig(64, 4, 3, 3), TileConfig(64, 4, 4, 2), TileConfig(32, 4, 4, 4),
-    TileConfig(32, 4, 5, 3), TileConfig(128, 4, 3, 1), TileConfig(128, 8, 3, 1), TileConfig(64, 2, 3, 3),
-    TileConfig(64, 4, 5, 1), TileConfig(64, 4, 3, 1),
+    TileConfig(64, 4, 3, 2), TileConfig(64, 4, 3, 2, max_registers=168), TileConfig(64, 4, 3, 3, max_registers=168),
+    TileConfig(64, 4, 4, 2), TileConfig(128, 4, 3, 1), TileConfig(32, 4, 5, 3, max_registers=168),
+    TileConfig(32, 4, 4, 4, max_registers=128), TileConfig(64, 8, 3, 2, max_registers=128),
 ]  # fmt: skip
 NARROW_FP8 = [
-    TileConfig(64, 4, 3, 4), TileConfig(64, 4, 4, 3), TileConfig(64, 4, 5, 3), TileConfig(128, 4, 3, 2),
-    TileConfig(128, 8, 3, 2), TileConfig(128, 8, 4, 2), TileConfig(64, 4, 4, 4), TileConfig(128, 8, 3, 3),
+    TileConfig(64, 4, 3, 4, max_registers=128), TileConfig(64, 4, 4, 4, max_registers=128),
+    TileConfig(64, 4, 3, 5, max_registers=96), TileConfig(64, 4, 5, 3, max_registers=168),
+    TileConfig(128, 4, 3, 2), TileConfig(128, 4, 3, 3, max_registers=168), TileConfig(32, 4, 5, 4, max_registers=128),
     TileConfig(64, 2, 4, 4),
 ]  # fmt: skip
+BESIDE = [
+    TileConfig(64, 4, 3, 1, max_registers=160), TileConfig(64, 4, 3, 2, max_registers=160),
+    TileConfig(64, 4, 3, 3, max_registers=160), TileConfig(32, 4, 5, 1, max_registers=128),
+]  # fmt: skip
 WIDE = [
-    TileConfig(64, 8, 3, 1, split=True), TileConfig(64, 8, 2, 1, split=True), TileConfig(64, 8, 3, 1),
-    TileConfig(128, 8, 2, 1, split=True), TileConfig(32, 8, 4, 1, split=True), TileConfig(64, 4, 2, 2, split=True),
+    TileConfig(64, 8, 3, 1, split=True), TileConfig(64, 8, 3, 1, split=True, max_registers=168),
+    TileConfig(64, 8, 3, 1, max_registers=168), TileConfig(32, 8, 4, 1, split=True, max_registers=168),
+    TileConfig(64, 8, 2, 1, split=True, max_registers=168), TileConfig(32, 8, 4, 2, split=True, max_registers=128),
 ]  # fmt: skip
 
 
@@ -50,8 +56,7 @@ def candidates(case: Case) -> list[dict[int, TileConfig]]:
         return [dict.fromkeys((16, 32, 64, 128), c) for c in NARROW_FP8]
     if not case.levels:
         return [dict.fromkeys((16, 32, 64, 128), c) for c in NARROW]
-    narrow = [NARROW[0], NARROW[1], TileConfig(64, 4, 3, 1), TileConfig(32, 4, 5, 1)]
-    return [{16: n, 32: n, 64: w, 128: w} for n, w in itertools.product(narrow, WIDE)]
+    return [{16: n, 32: n, 64: w, 128: w} for n, w in itertools.product(BESIDE, WIDE)]
 
 
 def build_one(job: tuple[Case, int, TileConfig, bool]) -> str:
@@ -74,7 +79,7 @@ def warm(cases: list[Case]) -> None:
             for height, config in assignment.items():
                 if height in heights_of(case):
                     kernel = (case.heads, case.block_size, case.dtype, height, config.block_n, config.num_warps,
-                              config.num_stages, config.split)  # fmt: skip
+                              config.num_stages, config.split, config.max_registers)  # fmt: skip
                     chained = bool(case.levels) and height < 64
                     jobs[(kernel, chained)] = (case, height, config, chained)
     with ProcessPoolExecutor(os.cpu_count()) as pool:

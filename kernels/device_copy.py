@@ -132,8 +132,8 @@ def merge_finished(OUTS, LSES, OUT, LSE, num_states, state_cells, D: tl.constexp
     for i in range(0, num_states):
         at = i * state_cells + cell
         weight = tl.exp(tl.load(LSES + at) - base)
-        x = tl.load(OUTS + at * D + d, mask=(d < D) & (weight > 0), other=0.0).to(tl.float32)
-        acc += x * weight
+        x = tl.load(OUTS + at * D + d, mask=d < D, other=0.0).to(tl.float32)
+        acc += tl.where(weight > 0, x * weight, 0.0)
         total += weight
     safe = tl.where(total > 0, total, 1.0)
     tl.store(OUT + cell * D + d, (acc / safe).to(OUT.dtype.element_ty), mask=d < D)

@@ -8,7 +8,7 @@ where a decode step only appended, in place on the device always, so that a capt
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class ForestPlan:
     query_lens: Int32Array
     query_starts: Int32Array
     capacity: PlanCapacity | None = None
+    sharing: Literal["forest", "none"] = "forest"
     forest: Forest | None = None
     device_plan: DevicePlan | None = None
     planned_lens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -100,7 +101,7 @@ class ForestPlan:
 
     def cut(self) -> None:
         """Cut the batch into items and upload them."""
-        gain = 1.0
+        gain = 1.0 if self.sharing == "forest" else np.inf
         while True:
             forest = build_forest(
                 self.block_tables, self.seq_lens, self.query_lens, self.query_starts, self.spec, self.device,
@@ -159,7 +160,7 @@ def checked_batch(
 
 def plan_forest(
     block_tables: Any, seq_lens: Any, query_lens: Any | None = None, *, spec: AttentionSpec,
-    capacity: PlanCapacity | None = None,
+    capacity: PlanCapacity | None = None, sharing: Literal["forest", "none"] = "forest",
 ) -> ForestPlan:  # fmt: skip
     """Plan attention for a ragged batch: prefill, extend and decode rows in any mixture.
 
@@ -168,13 +169,16 @@ def plan_forest(
     query tokens; default 1 each; 0 is allowed). Query token `j` sees the first `seq_len - query_len + j + 1` tokens.
 
     `capacity` fixes device addresses and launch grids up to a largest batch, for CUDA graphs: capture any operation with this
-    plan, `update` it, replay. The inputs are copied. O(n log n + table entries); about 0.1 ms for 256 sequences of 4k tokens.
+    plan, `update` it, replay. `sharing="none"` reads shared blocks once per sequence (for comparisons). The inputs are
+    copied. O(n log n + table entries); about 0.1 ms for 256 sequences of 4k tokens.
     Raises `ValueError` for lengths that don't fit each other, the tables or the capacity.
     """
     tables, lens, new, starts = checked_batch(block_tables, seq_lens, query_lens, spec)
+    if sharing not in ("forest", "none"):
+        raise ValueError(f"sharing: expected 'forest' or 'none', got {sharing!r}")
     if capacity is not None:
         capacity.check(tables, starts)
-    plan = ForestPlan(spec, tables, lens, new, starts, capacity)
+    plan = ForestPlan(spec, tables, lens, new, starts, capacity, sharing)
     if spec.backend == "triton":
         plan.cut()
     return plan

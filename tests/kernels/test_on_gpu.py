@@ -1,0 +1,193 @@
+"""What only a GPU can show: 64-bit offsets in large pools, CUDA graphs, streams, very long contexts, the compile cache."""
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixpool.kernels import AttentionSpec, PlanCapacity, attend, gather_blocks, plan_forest, reference, write_kv
+
+pytestmark = pytest.mark.gpu
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def spec_of(heads, dim, block_size, kv_dtype=BF16):
+    return AttentionSpec(
+        num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=dim, block_size=block_size, q_dtype=BF16,
+        kv_dtype=kv_dtype, device="cuda",
+    )  # fmt: skip
+
+
+def random_blocks(pools, ids):
+    for pool in pools:
+        pool[ids] = torch.randn(len(ids), *pool.shape[1:], device="cuda").to(pool.dtype)
+
+
+def check(spec, k_pool, v_pool, tables, lens, tolerance=2e-2):
+    """Run one decode step and compare with float64, computed on the blocks in use only."""
+    tables = torch.as_tensor(tables, dtype=torch.int32)
+    q = torch.randn(len(lens), spec.num_q_heads, spec.head_dim, device="cuda", dtype=BF16)
+    out = torch.full_like(q, math.nan)
+    attend(q, k_pool, v_pool, plan_forest(tables, lens, spec=spec), out=out, debug=True)
+    used = tables.unique()
+    local = torch.searchsorted(used, tables).to(torch.int32)
+    want, _ = reference.attention(
+        q.cpu(), k_pool[used].cpu(), v_pool[used].cpu(), local, torch.tensor(lens), torch.ones(len(lens), dtype=int),
+        scale=spec.head_dim**-0.5,
+    )  # fmt: skip
+    torch.testing.assert_close(out.cpu().double(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_block_offsets_past_two_to_the_31():
+    spec = spec_of((32, 8), 128, 16)
+    k_pool = torch.full((131_080, 8, 16, 128), math.nan, device="cuda", dtype=BF16)
+    v_pool = torch.full_like(k_pool, math.nan)
+    ids = [0, 131_071, 131_072, 131_079]
+    random_blocks((k_pool, v_pool), ids)
+    check(spec, k_pool, v_pool, [[131_079, 0, 131_072], [131_071, 131_072, 0]], [40, 40])
+    got = gather_blocks(k_pool, ids)
+    assert torch.equal(got, k_pool[ids])
+
+
+@pytest.mark.parametrize("gigabytes", [1.9, 2.1])
+def test_pools_on_both_sides_of_two_gigabytes(gigabytes):
+    spec = spec_of((8, 2), 64, 16)
+    count = int(gigabytes * 2**30) // (2 * 16 * 64 * 2)
+    torch.manual_seed(7)
+    k_pool, v_pool = (torch.full((count, 2, 16, 64), math.nan, device="cuda", dtype=BF16) for _ in range(2))
+    ids = [0, count // 2, count - 2, count - 1]
+    random_blocks((k_pool, v_pool), ids)
+    check(spec, k_pool, v_pool, [ids, ids[::-1]], [64, 50])
+
+
+def test_query_row_offsets_past_two_to_the_31():
+    rows, spec = 262_400, spec_of((64, 1), 128, 1)
+    k_pool = torch.randn(rows, 1, 1, 128, device="cuda", dtype=BF16)
+    v_pool = torch.randn_like(k_pool)
+    q = torch.randn(rows, 64, 128, device="cuda", dtype=BF16)
+    out = torch.full_like(q, math.nan)
+    tables = torch.randperm(rows, dtype=torch.int32)[:, None]
+    attend(q, k_pool, v_pool, plan_forest(tables, torch.ones(rows, dtype=torch.int32), spec=spec), out=out)
+    want = v_pool[tables[:, 0].long().cuda(), 0]
+    for start in range(0, rows, 65_536):
+        part = slice(start, start + 65_536)
+        assert torch.equal(out[part], want[part].expand(-1, 64, -1))
+
+
+def test_write_offsets_past_two_to_the_31():
+    pool = torch.zeros(300_000, 8, 16, 64, device="cuda", dtype=BF16)
+    border = 2**31 // (8 * 64)
+    slots = torch.tensor([0, border - 1, border, border + 1, 300_000 * 16 - 1], device="cuda")
+    k = torch.randn(5, 8, 64, device="cuda", dtype=BF16)
+    write_kv(k, k, pool, pool.clone(), slots)
+    assert torch.equal(pool[slots // 16, :, slots % 16], k)
+    pool[slots // 16, :, slots % 16] = 0
+    assert not pool.any()
+
+
+@pytest.mark.parametrize("heads", [(64, 4), (8, 1), (12, 2)])
+def test_a_captured_graph_serves_other_lengths(make_batch, heads):
+    batch = make_batch(heads=heads, head_dim=128, kv_dtype=BF16, lens=(700, 33, 0, 64), shared=[([0, 3], 3)])
+    plan = batch.plan(capacity=PlanCapacity(max_seqs=4, max_blocks=batch.tables.shape[1]))
+    out, lse = batch.run(plan)
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        attend(batch.q, batch.k_pool, batch.v_pool, plan, out=out, lse=lse)
+    torch.cuda.synchronize()
+    for lens in ((700, 33, 0, 64), (1, 1, 1, 1), (600, 33, 0, 47), (699, 20, 0, 63)):
+        batch.lens = lens
+        plan.update(batch.tables, torch.tensor(lens), batch.query_lens)
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+        graph.replay()
+        want, want_lse = batch.reference()
+        torch.testing.assert_close(out.cpu().double(), want, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse.cpu().double(), want_lse, atol=2e-2, rtol=1e-3)
+
+
+def test_plans_of_two_steps_queued_behind_a_long_kernel(make_batch):
+    first, second = make_batch(kv_dtype=BF16, lens=(64, 90)), make_batch(kv_dtype=BF16, lens=(17, 64), seed=1)
+    torch.cuda._sleep(100_000_000)
+    plan = first.plan()
+    outs = [first.run(plan)[0]]
+    plan.update(second.tables, torch.tensor(second.lens), second.query_lens)
+    outs.append(second.run(plan)[0])
+    for batch, out in zip((first, second), outs, strict=True):
+        torch.testing.assert_close(out.cpu().double(), batch.reference()[0], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("tokens", [57_601, 131_072, 1_048_576])
+def test_very_long_contexts(tokens):
+    spec = spec_of((2, 1), 64, 16)
+    count = -(-tokens // 16)
+    k_pool, v_pool = (torch.randn(count, 1, 16, 64, device="cuda", dtype=BF16) for _ in range(2))
+    table = torch.randperm(count, dtype=torch.int32)[None]
+    q = torch.randn(1, 2, 64, device="cuda", dtype=BF16)
+    out = torch.full_like(q, math.nan)
+    attend(q, k_pool, v_pool, plan_forest(table, [tokens], spec=spec), out=out)
+    k, v = (p[table[0].long().cuda(), 0].flatten(0, 1)[:tokens].double() for p in (k_pool, v_pool))
+    want = (torch.einsum("hd,nd->hn", q[0].double(), k) / 8).softmax(-1) @ v
+    torch.testing.assert_close(out[0].double(), want, atol=2e-3, rtol=2e-2)
+
+
+def test_fp8_keeps_a_needle_among_131072_keys():
+    spec = spec_of((8, 1), 128, 16, FP8)
+    count = 8192
+    k_pool = torch.zeros(count, 1, 16, 128, device="cuda").to(FP8)
+    v = torch.ones(count, 1, 16, 128, device="cuda")
+    v[:, :, 1::2] = -1
+    v[4000, 0, 5] = 64.0
+    q = torch.zeros(1, 8, 128, device="cuda", dtype=BF16)
+    out = torch.full_like(q, math.nan)
+    plan = plan_forest(torch.arange(count, dtype=torch.int32)[None], [count * 16], spec=spec)
+    attend(q, k_pool, v.to(FP8), plan, out=out)
+    want = v.double().mean()
+    assert ((out.double() - want).abs() / want).max() < 1e-2
+
+
+def test_decode_on_one_stream_while_another_reads_a_shared_block(make_batch):
+    batch = make_batch(kv_dtype=BF16, lens=(64, 64), shared=[([0, 1], 2)])
+    shared = int(batch.tables[0, 0])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        copies = [gather_blocks(batch.k_pool, [shared]) for _ in range(20)]
+    outs = [batch.run()[0] for _ in range(20)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(bits, copies[0]) for bits in copies)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_a_built_model_compiles_nothing_when_it_serves(tmp_path):
+    script = """
+import sys, torch
+from radixpool.kernels import AttentionSpec, attend, plan_forest
+from radixpool.kernels.build import compile_source, model_sources
+spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, block_size=16, q_dtype=torch.bfloat16,
+                     kv_dtype=torch.bfloat16, device="cuda")
+if sys.argv[1] == "build":
+    for name, source, options in model_sources(spec, 90):
+        compile_source(name, source, 90, options)
+else:
+    tables = torch.arange(64 * 20, dtype=torch.int32).reshape(64, 20)
+    tables[:, :16] = tables[0, :16]
+    pool = torch.randn(64 * 20, 8, 16, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(64, 32, 128, device="cuda", dtype=torch.bfloat16)
+    attend(q, pool, pool, plan_forest(tables, [320] * 64, spec=spec))
+    torch.cuda.synchronize()
+"""
+    import subprocess
+    import sys
+
+    env = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
+    built = 0
+    for step in ("build", "serve"):
+        subprocess.run([sys.executable, "-c", script, step], check=True, env=env, cwd=Path(__file__).parents[2])
+        kernels = {p for p in tmp_path.rglob("*.cubin")}
+        if step == "serve":
+            assert len(kernels) == built, sorted(p.name for p in kernels)
+        built = len(kernels)
+    assert built

@@ -7,6 +7,7 @@
     ├── ReplyExpired           a request was repeated whose first reply is no longer known
     ├── LimitExceeded          too many clients, sequences or streams
     ├── ManagerUnavailable     nobody answers at the address, or not in time
+    │   └── Recovering         it has restarted and waits for the pool of its cache
     ├── AddressInUse           another process serves the address
     ├── AddressUnavailable     the address cannot be listened on
     ├── PoolMismatch           the pool is not what was expected; names the field
@@ -35,6 +36,10 @@ class LimitExceeded(RadixPoolError):
 
 class ManagerUnavailable(RadixPoolError):
     """The manager does not answer at its address, or not within the time limit."""
+
+
+class Recovering(ManagerUnavailable):
+    """The manager has restarted and waits for the pool of its restored cache; the same call will work later."""
 
 
 class AddressInUse(RadixPoolError):

@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 
 from radixpool.radix import errors as radix_errors
 from radixpool.rpc import errors as rpc_errors
+from radixpool.rpc.directory.errors import DirectoryNoSpace
 
 DOMAIN: Final = "radixpool"
 RETRY_AFTER_MS: Final = 50
@@ -132,7 +133,9 @@ TABLE: Final = (
     WireError(rpc_errors.LimitExceeded, _Code.RESOURCE_EXHAUSTED, "LIMIT_EXCEEDED"),
     WireError(rpc_errors.PoolMismatch, _Code.FAILED_PRECONDITION, "POOL_MISMATCH"),
     WireError(rpc_errors.PoolUnavailable, _Code.FAILED_PRECONDITION, "POOL_UNAVAILABLE"),
+    WireError(rpc_errors.Recovering, _Code.UNAVAILABLE, "RECOVERING"),
     WireError(rpc_errors.ManagerUnavailable, _Code.UNAVAILABLE, "UNAVAILABLE"),
+    WireError(DirectoryNoSpace, _Code.RESOURCE_EXHAUSTED, "NO_SPACE"),
     WireError(rpc_errors.Unauthenticated, _Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
     WireError(rpc_errors.PermissionDenied, _Code.PERMISSION_DENIED, "PERMISSION_DENIED"),
     WireError(ValueError, _Code.INVALID_ARGUMENT, "INVALID_ARGUMENT"),

@@ -9,6 +9,7 @@ One thread owns a directory, the one that owns the cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -213,10 +214,10 @@ class BlockDirectory:
 
     # --- the directory itself
 
-    def check(self) -> None:
-        """Prove that every committed record is whole and linked to a whole parent. O(num_blocks).
+    def check(self, *, findable: Sequence[int] | None = None) -> None:
+        """Prove that every committed record is whole and linked to a whole parent, and is of a `findable` block.
 
-        Raises InvariantViolation naming the first blocks that are not.
+        Raises InvariantViolation naming the first blocks that are not. O(num_blocks).
         """
         scan = self.scan()
         if scan.torn.size:
@@ -224,6 +225,12 @@ class BlockDirectory:
         orphans = scan.loose.blocks[scan.loose.parents == ORPHAN]
         if orphans.size:
             raise InvariantViolation(f"directory: {orphans.size} records have no parent: {orphans[:8].tolist()}…")
+        if findable is not None:
+            wrong = np.setxor1d(scan.loose.blocks, findable)
+            if wrong.size:
+                raise InvariantViolation(
+                    f"directory: {wrong.size} blocks are not as in the tree: {wrong[:8].tolist()}…"
+                )
 
     def close(self) -> None:
         """Unmap and unlock; idempotent. The records stay for the next life."""

@@ -16,12 +16,13 @@ from typing import Any
 from radixpool.radix import RadixCache
 from radixpool.radix.errors import InvariantViolation, RadixPoolError
 from radixpool.rpc import limits
-from radixpool.rpc.errors import Fenced, LimitExceeded
+from radixpool.rpc.errors import Fenced, LimitExceeded, Recovering
 from radixpool.rpc.manager.handles import HandleTable
 from radixpool.rpc.manager.leases import Lease, LeaseTable
 from radixpool.rpc.manager.operations import Operations
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.rpc.manager.pools import PoolRegistry
+from radixpool.rpc.manager.recovery import FormerLife
 from radixpool.rpc.manager.replies import ReplyCache
 from radixpool.v1 import cache_pb2, common_pb2, pool_pb2
 
@@ -30,7 +31,7 @@ class Engine:
     """The manager's state and every change to it.
 
     `clock` gives monotonic seconds, `random_bytes` the capabilities, `incarnation` a number greater than that of every
-    earlier life.
+    earlier life, `former_life` the cache of the one before.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
         incarnation: int | None = None,
+        former_life: FormerLife | None = None,
     ) -> None:
         self.options = options
-        self.incarnation = time.time_ns() // 1000 if incarnation is None else incarnation
-        self.generation = 1
+        self.former_life = former_life or FormerLife()
+        self.incarnation = self.former_life.incarnation if incarnation is None else incarnation
+        self.generation = self.former_life.generation
         self.expired_leases = 0
         self.fenced_requests = 0
         self.open_sessions = 0
@@ -58,9 +61,16 @@ class Engine:
         self.replies = ReplyCache(clock)
         self._dying: deque[Lease] = deque()
         self._start_cache()
+        self.former_life.restore(self.cache)
+        self.pools.last_pool_id = self.former_life.last_pool_id
 
     def _start_cache(self) -> None:
-        self.cache = RadixCache(self.options.num_blocks, self.options.block_size, policy=self.options.policy)
+        self.cache = RadixCache(
+            self.options.num_blocks,
+            self.options.block_size,
+            policy=self.options.policy,
+            persistence=self.former_life.persistence,
+        )
         self.handles = HandleTable(self._random_bytes)
         self.operations = Operations(self.cache, self.handles, on_refusal=self._refused)
 
@@ -71,6 +81,7 @@ class Engine:
 
     def run(self, kind: str, request: Any, reply: Any) -> None:
         """Run one operation under the header of its own request and fill `reply`. Raises what the operation raises."""
+        self._require_recovered()
         self._run_once(request.header, reply, lambda lease: self.operations.handlers[kind](lease, request, reply))
 
     def run_batch(
@@ -82,6 +93,7 @@ class Engine:
         count = len(request.operations)
         if count > limits.MAX_BATCH_OPERATIONS:
             raise ValueError(f"operations: the limit is {limits.MAX_BATCH_OPERATIONS}, got {count}")
+        self._require_recovered()
         self._run_once(request.header, reply, lambda lease: self.operations.run_all(lease, request, reply))
 
     def _run_once(self, header: common_pb2.RequestHeader, reply: Any, act: Callable[[Lease], None]) -> None:
@@ -113,6 +125,7 @@ class Engine:
 
     def match(self, request: cache_pb2.MatchRequest, reply: cache_pb2.MatchResponse) -> None:
         """Say how much is cached; needs no lease."""
+        self._require_recovered()
         with self.lock:
             self.operations.match(request, reply)
             self.stamp(reply.header)
@@ -124,6 +137,11 @@ class Engine:
         with self.lock:
             self.operations.get_block_tables(request, reply)
             self.stamp(reply.header)
+
+    def _require_recovered(self) -> None:
+        """Raise Recovering while a restored cache waits for its pool. Not kept as a reply: the call may be repeated."""
+        if self.former_life.awaits_pool:
+            raise Recovering("the manager has restarted and waits for the pool of its cache to register again")
 
     def stamp(self, header: common_pb2.ResponseHeader) -> None:
         """Say in a reply which life answered."""
@@ -142,6 +160,11 @@ class Engine:
             lease, former = self.leases.register(client_id, name=name, role=role)
             if former is not None:
                 self._bury(former)
+            try:
+                self.former_life.client_registered(client_id, role)
+            except RadixPoolError:
+                self.leases.end(client_id)
+                raise
             return lease.epoch
 
     def renew(self, header: common_pb2.RequestHeader) -> None:
@@ -164,6 +187,7 @@ class Engine:
         Holds the lock for at most `EXPIRY_SLICE_SEQUENCES` releases, so that others wait no longer than that.
         """
         with self.lock:
+            self.former_life.poll()
             while (lease := self.leases.pop_expired()) is not None:
                 self.expired_leases += 1
                 self._bury(lease)
@@ -172,7 +196,7 @@ class Engine:
                     return False
                 held = self.handles.take_one(self._dying[0])
                 if held is None:
-                    self._dying.popleft()
+                    self._gone(self._dying.popleft())
                 else:
                     self.cache.release(held.sequence)
             return bool(self._dying)
@@ -181,6 +205,13 @@ class Engine:
         """Queue the sequences of an ended lease for the sweep; their handles are void from now on."""
         if dead.handles:
             self._dying.append(dead)
+        else:
+            self._gone(dead)
+
+    def _gone(self, dead: Lease) -> None:
+        """Forget the client of an ended lease, unless it lives on or another of its epochs is still being swept."""
+        if dead.client_id not in self.leases and all(lease.client_id != dead.client_id for lease in self._dying):
+            self.former_life.client_gone(dead.client_id)
 
     def _admit(self, header: common_pb2.RequestHeader) -> Lease:
         try:
@@ -212,6 +243,7 @@ class Engine:
     def _take_over_pool(self, pool: pool_pb2.Pool, holder: Lease) -> None:
         if self.pools.register(pool, holder):
             self._start_generation(keep=holder)
+        self.former_life.pool_registered(pool.pool_id)
 
     def _start_generation(self, *, keep: Lease) -> None:
         for lease in list(self.leases):
@@ -220,7 +252,13 @@ class Engine:
         keep.handles.clear()
         self._dying.clear()
         self.generation += 1
+        self.former_life.pool_replaced(self.generation)
         self._start_cache()
+
+    def close(self) -> None:
+        """Let go of the directory; nothing may be called afterwards."""
+        with self.lock:
+            self.former_life.close()
 
     # Proof.
 
@@ -228,6 +266,7 @@ class Engine:
         """Raise InvariantViolation unless the cache, the handles and the leases agree. O(everything)."""
         with self.lock:
             self.cache.check()
+            self.former_life.check(self.cache)
             owned = [handle for lease in (*self.leases, *self._dying) for handle in lease.handles]
             live = {sequence.handle for sequence in self.cache.sequences()}
             problems = []

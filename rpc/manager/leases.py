@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 
 from radixpool.rpc import limits
 from radixpool.rpc.errors import Fenced, LimitExceeded, PermissionDenied
+from radixpool.rpc.manager.liveness import ProcessWatch
 from radixpool.rpc.security.identity import current_tenant
 
 
 class Lease:
     """One epoch of one client, the handles it acquired and the requests whose replies are kept (dicts for their order).
 
-    No reply to a request up to `reply_floor` is kept except those in `replied`.
+    No reply to a request up to `reply_floor` is kept except those in `replied`. Of a worker, `process` is watched and
+    no step after `launched_step` has begun.
     """
 
     __slots__ = (
@@ -26,7 +28,9 @@ class Lease:
         "deadline",
         "epoch",
         "handles",
+        "launched_step",
         "name",
+        "process",
         "replied",
         "reply_floor",
         "role",
@@ -45,6 +49,8 @@ class Lease:
         self.handles: dict[bytes, None] = {}
         self.replied: dict[int, None] = {}
         self.reply_floor = 0
+        self.process = ProcessWatch()
+        self.launched_step = 0
 
 
 class LeaseTable:
@@ -58,6 +64,9 @@ class LeaseTable:
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    def __contains__(self, client_id: bytes) -> bool:
+        return client_id in self._leases
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._leases.values())

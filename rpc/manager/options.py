@@ -19,6 +19,7 @@ class ManagerOptions:
     num_blocks, block_size: of the physical pool; block_size in tokens.
     policy: name of the eviction policy.
     lease_ttl_ms: how long a client may be silent.
+    directory: folder that keeps the cache over a restart, empty for none.
     """
 
     listen: str
@@ -26,6 +27,7 @@ class ManagerOptions:
     block_size: int
     policy: str = "lru"
     lease_ttl_ms: int = limits.DEFAULT_LEASE_TTL_MS
+    directory: str = ""
 
     def __post_init__(self) -> None:
         parse_address(self.listen)

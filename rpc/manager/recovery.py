@@ -14,9 +14,11 @@ The engine calls everything here under its lock.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -27,11 +29,13 @@ from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
 from radixpool.radix.restore import plan_restore
 from radixpool.rpc.directory import BlockDirectory
 from radixpool.rpc.directory.layout import NO_POOL
+from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.v1 import cache_pb2
 
 _ROLES_WITHOUT_BLOCKS: Final = frozenset({cache_pb2.CLIENT_ROLE_POOL_HOLDER, cache_pb2.CLIENT_ROLE_OPERATOR})
 GRACE_S: Final = 2.0
 """The longest GPU step that a client may have begun just before its lease ended."""
+_log = logging.getLogger(__name__)
 _NO_POOL_KNOWN: Final = "no pool was registered in its former life, so that nobody answers for the bytes"
 
 
@@ -72,6 +76,16 @@ class FormerLife:
         return None
 
     @property
+    def incarnation(self) -> int:
+        """The number of this life, greater than that of every earlier one (as far as the clock goes forward)."""
+        return time.time_ns() // 1000
+
+    @property
+    def generation(self) -> int:
+        """The generation of the cached content that this life begins with."""
+        return 1
+
+    @property
     def last_pool_id(self) -> bytes:
         """The pool that the restored cache lives in, empty when there is none."""
         return b""
@@ -107,6 +121,9 @@ class FormerLife:
     def poll(self) -> None:
         """End the former life when its time is over. O(1) until then."""
 
+    def check(self, cache: RadixCache) -> None:
+        """Prove that what is recorded is what `cache` holds. Raises InvariantViolation."""
+
     def close(self) -> None:
         """Close the directory; what it holds stays for the next life."""
 
@@ -129,6 +146,16 @@ class RecordedLife(FormerLife):
         return self._directory
 
     @property
+    def incarnation(self) -> int:
+        """The directory's own count, which never goes back."""
+        return self._directory.incarnation
+
+    @property
+    def generation(self) -> int:
+        """The generation that the records belong to."""
+        return max(1, self._directory.generation)
+
+    @property
     def last_pool_id(self) -> bytes:
         """The pool that the directory's records describe."""
         return b"" if self._directory.pool_id == NO_POOL else self._directory.pool_id
@@ -144,7 +171,29 @@ class RecordedLife(FormerLife):
         return self._fenced is None
 
     def restore(self, cache: RadixCache) -> None:
-        """Scan the directory and rebuild the tree: everything stays fenced until the former life is over."""
+        """Scan the directory and rebuild the tree: everything stays fenced until the former life is over.
+
+        Closes the directory when that fails.
+        """
+        try:
+            self._restore(cache)
+        except BaseException:
+            self._directory.close()
+            raise
+        report = self.report
+        if report.started_empty_because is not None:
+            _log.warning("the cache starts empty: the directory cannot be used, %s", report.started_empty_because)
+        _log.info(
+            "restored %d blocks in %.2f s; %d unwritten and %d dropped blocks wait for %d former clients",
+            report.restored_blocks,
+            report.seconds,
+            report.unwritten_blocks,
+            report.dropped_blocks,
+            report.former_clients,
+        )
+        self._end_if_alone()
+
+    def _restore(self, cache: RadixCache) -> None:
         started = time.perf_counter()
         scan = self._directory.scan()
         loose = scan.loose if self.last_pool_id else scan.loose.take(np.empty(0, dtype=np.int64))
@@ -165,7 +214,6 @@ class RecordedLife(FormerLife):
             seconds=time.perf_counter() - started,
             started_empty_because=reason or (None if self.last_pool_id else _NO_POOL_KNOWN),
         )
-        self._end_if_alone()
 
     def pool_registered(self, pool_id: bytes) -> None:
         """Note the pool; from now on the restored cache may be served."""
@@ -197,6 +245,10 @@ class RecordedLife(FormerLife):
             self._wait_no_longer()
             self._end_if_alone()
 
+    def check(self, cache: RadixCache) -> None:
+        """Compare the valid records with the blocks of the tree. O(num_blocks)."""
+        self._directory.check(findable=[block for node in cache.nodes() for block in node.blocks.tolist()])
+
     def close(self) -> None:
         """Unmap and unlock the directory."""
         self._directory.close()
@@ -211,3 +263,19 @@ class RecordedLife(FormerLife):
         if self._fenced is not None and not self._awaited and not self._directory.clients.num_unreadable:
             fenced, self._fenced = self._fenced, None
             fenced.remove_worker(FORMER_INCARNATION)
+
+
+def open_former_life(options: ManagerOptions, *, clock: Callable[[], float] = time.monotonic) -> FormerLife:
+    """Open the directory that the options name, if they name one, and lock it.
+
+    Raises DirectoryInUse, DirectoryDamaged, DirectoryNoSpace; nothing has changed then.
+    """
+    if not options.directory:
+        return FormerLife()
+    directory = BlockDirectory.open(
+        Path(options.directory),
+        num_blocks=options.num_blocks,
+        block_size=options.block_size,
+        incarnation=time.time_ns() // 1000,
+    )
+    return RecordedLife(directory, ttl_s=options.lease_ttl_ms / 1000, clock=clock)

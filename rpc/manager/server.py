@@ -23,6 +23,7 @@ from radixpool.rpc.manager.interceptor import ErrorInterceptor
 from radixpool.rpc.manager.listen import Listener
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.rpc.manager.pool_service import PoolService
+from radixpool.rpc.manager.recovery import open_former_life
 from radixpool.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 SERVICE_NAMES: Final = tuple(
@@ -61,7 +62,7 @@ class ManagerServer:
     ) -> None:
         if credentials is None and not parse_address(options.listen).is_local:
             raise ValueError(f"listen: {options.listen!r} can be reached from other machines, which needs mutual TLS")
-        self.engine = Engine(options)
+        self.engine = Engine(options, former_life=open_former_life(options))
         self._credentials = credentials
         self._listener = Listener(options.listen)
         self._health = health.HealthServicer(experimental_non_blocking=True)
@@ -89,7 +90,11 @@ class ManagerServer:
 
     def start(self) -> None:
         """Listen and serve. Raises AddressInUse, AddressUnavailable; nothing is left behind then."""
-        self._listener.bind(self._server, self._credentials)
+        try:
+            self._listener.bind(self._server, self._credentials)
+        except BaseException:
+            self.engine.close()
+            raise
         self._server.start()
         self._sweeper.start()
         for name in ("", *SERVICE_NAMES):
@@ -103,6 +108,7 @@ class ManagerServer:
         self._sweeper.join()
         self._threads.shutdown(wait=True)
         self._listener.close()
+        self.engine.close()
 
     def _sweep(self) -> None:
         interval_s = min(MAX_SWEEP_INTERVAL_S, self.engine.options.lease_ttl_ms / 1000 / SWEEPS_PER_TTL)

@@ -259,7 +259,7 @@ class KilledManager:
 
     def invalidate(self, handle: int, at: float) -> None:
         index = int(at * (self.twin.sequence(handle).num_blocks - 1))
-        if index < 0:
+        if not self.twin.sequence(handle).num_blocks:
             return
         self._both(lambda cache: cache.invalidate(cache.sequence(handle), index))
 

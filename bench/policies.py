@@ -4,7 +4,7 @@
 to out/policies; with --docs it also renews the tables and plots of docs/policies.md. Traces come from ../shared/traces
 (or RADIXPOOL_SHARED) and are not part of the project.
 
-Speed is measured apart from the grid: policies alternate within each round, the median and the range of the rounds
+Speed is measured in CPU time and apart from the grid: policies alternate within each round, the median and the range of the rounds
 are reported, and LRU runs first in every round as the yardstick of the machine's state.
 """
 

@@ -23,7 +23,7 @@ class Run:
         evicted_blocks: blocks evicted; None for references that do not count them.
         refused_requests: requests larger than the pool; they hit nothing and are in the denominators.
         delays_ms: how long each request waited for blocks, float64 [requests]; None at zero duration.
-        seconds: wall time of the replay.
+        seconds: CPU time of the replay, so that other processes on the machine do not count.
 
     """
 

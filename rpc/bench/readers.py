@@ -8,6 +8,7 @@
 | text | `text`, `prompt` or `input` (and `output` or `completion`), turned into tokens by a tokenizer, or bytes |
 | messages | `messages` or `traj`: role/content lists; each assistant message is a request for what stands before it |
 | events | KV-cache events as vLLM publishes them, singly or in batches (`readers_events`) |
+| oplog | radixpool's own operation log (`readers_oplog`) |
 
 A damaged line is named and skipped, or raises with `on_damage="stop"`.
 """
@@ -19,12 +20,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from radixpool.rpc.bench import readers_events, sources
+from radixpool.rpc.bench import readers_events, readers_oplog, sources
 from radixpool.rpc.bench.tokenizers import Tokenize, utf8_bytes
 from radixpool.rpc.bench.trace import DamagedLine, Insert, Record, Trace, TraceBuilder, TraceError
 
-Format = Literal["auto", "mooncake", "qwen", "tokens", "text", "messages", "events"]
-FORMATS: tuple[Format, ...] = ("auto", "mooncake", "qwen", "tokens", "text", "messages", "events")
+Format = Literal["auto", "mooncake", "qwen", "tokens", "text", "messages", "events", "oplog"]
+FORMATS: tuple[Format, ...] = ("auto", "mooncake", "qwen", "tokens", "text", "messages", "events", "oplog")
 
 DEFAULT_BLOCK_SIZE = 16
 _TOKEN_FIELDS = ("tokens", "prompt_token_ids", "token_ids")
@@ -122,6 +123,8 @@ def make_reader(first: Any, options: ReadOptions) -> LineReader:
         return _Each(lambda line: _hash_ids_record(line, time_unit_ms=1_000.0 if name == "qwen" else 1.0))
     if name == "events":
         return readers_events.EventReader(gap_ms=options.event_gap_ms)
+    if name == "oplog":
+        return readers_oplog.OplogReader(block_size=options.block_size)
     chunks = _Chunker(options.block_size or DEFAULT_BLOCK_SIZE, options.tokenize)
     if name == "messages":
         return _Conversations(chunks)
@@ -136,6 +139,8 @@ def detect_format(line: Any) -> Format:
     """
     if readers_events.looks_like_events(line):
         return "events"
+    if readers_oplog.looks_like_oplog(line):
+        return "oplog"
     if isinstance(line, dict):
         if "hash_ids" in line:
             return "qwen" if "chat_id" in line else "mooncake"

@@ -165,6 +165,61 @@ def test_a_damaged_event_is_named(write, event, message):
         read_trace(source, ReadOptions(format="events", on_damage="stop"))
 
 
+def recorded():
+    """Return a cache that records, and the lines of its log."""
+    from radixpool.radix.replay import RecordedCache
+
+    lines = []
+    return RecordedCache(64, 4, sink=lambda operation: lines.append(operation.to_json())), lines
+
+
+def test_our_own_operation_log_is_a_trace(write):
+    from radixpool.radix import Namespace, PoolExhausted
+
+    cache, lines = recorded()
+    first = cache.acquire(list(range(10)))
+    cache.commit(first, 10)
+    cache.extend(first, [10, 11])
+    cache.commit(first, 12)
+    second = cache.acquire(list(range(12)))
+    with pytest.raises(PoolExhausted):
+        cache.acquire(list(range(1_000)))
+    cache.release(first)
+    cache.acquire(list(range(8)), namespace=Namespace(tenant="other"))
+    cache.release(second)
+    trace = read_trace(write(lines), ReadOptions(insert="prompt+output"))
+    assert trace.block_size == 4
+    assert paths(trace) == [[0, 1, 2], [0, 1, 2], [3, 4]]  # another namespace is another tree
+    assert trace.prompt_blocks.tolist() == [2, 3, 2]
+    assert trace.input_tokens.tolist() == [10, 12, 8]
+    assert trace.duration_ms.tolist() == [6.0, 4.0, 1.0]
+
+
+def test_media_over_a_block_are_part_of_its_key(write):
+    cache, lines = recorded()
+    for digest in (b"a" * 16, b"b" * 16):
+        cache.release(cache.acquire(list(range(12)), media=[(5, 2, digest)]))
+    assert paths(read_trace(write(lines))) == [[0, 1, 2], [0, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        ({"name": "acquire", "arguments": {"tokens": "!"}, "answer": {}}, "arguments.tokens"),
+        ({"name": "acquire", "arguments": {"tokens": "AAA="}, "answer": {}}, "2 bytes"),
+        ({"name": "acquire", "arguments": {"tokens": "AAAAAA=="}, "answer": {}}, "field answer"),
+        ({"name": "release", "arguments": {}, "answer": None}, "arguments.seq"),
+        ({"name": "release"}, "expected an operation"),
+    ],
+)
+def test_a_damaged_operation_is_named(write, operation, message):
+    cache, lines = recorded()
+    cache.acquire([1, 2, 3, 4])
+    source = write([*lines, operation])
+    with pytest.raises(TraceError, match=f":2: .*{message}"):
+        read_trace(source, ReadOptions(on_damage="stop"))
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -97,41 +97,33 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _request_table(report: Report) -> Table:
-    compared = bool(report.unshared)
-    columns = ["conversation", "turn", "worker", "prompt", "cached", "", "first token", "tokens/s", "output"]
-    table = Table(title="requests", caption="times with everything running at once")
-    for column in [*columns, *(["first token unshared", "same output"] if compared else [])]:
-        table.add_column(column, justify="left" if column in ("conversation", "worker") else "right")
+    table = Table(title="requests", caption="TTFT: time to first token in ms, with everything running at once")
+    for column in ("chat", "turn", "worker", "prompt", "cached", "", "TTFT", "tok/s", "out"):
+        table.add_column(column, justify="left" if column in ("chat", "worker") else "right", no_wrap=True)
+    if report.unshared:
+        table.add_column("TTFT unshared", justify="right")
+        table.add_column("same output", justify="right")
     unshared = {_key(outcome): outcome for outcome in report.unshared}
     for outcome in report.outcomes:
         cells = _request_cells(outcome)
         other = unshared.get(_key(outcome))
         if other is not None:
-            same = "[green]yes[/]" if other.tokens == outcome.tokens else "[red]no[/]"
-            cells += [f"{other.ttft_ms:,.0f} ms", same]
+            cells += [f"{other.ttft_ms:,.0f}", "[green]yes[/]" if other.tokens == outcome.tokens else "[red]no[/]"]
         table.add_row(*cells)
     return table
 
 
 def _request_cells(outcome: Outcome) -> list[str]:
     prompt = len(outcome.turn.tokens)
+    cells = [escape(outcome.turn.conversation), str(outcome.turn.number), outcome.worker, f"{prompt:,}"]
     if outcome.error:
-        return [
-            escape(outcome.turn.conversation),
-            str(outcome.turn.number),
-            outcome.worker,
-            f"{prompt:,}",
-            "[red]failed[/]",
-        ]
+        return [*cells, "[red]failed[/]"]
     speed = outcome.tokens_per_s
     return [
-        escape(outcome.turn.conversation),
-        str(outcome.turn.number),
-        outcome.worker,
-        f"{prompt:,}",
+        *cells,
         f"{outcome.cached_tokens:,}",
         f"{outcome.cached_tokens / prompt:.0%}",
-        f"{outcome.ttft_ms:,.0f} ms",
+        f"{outcome.ttft_ms:,.0f}",
         f"{speed:.1f}" if speed is not None else "-",
         f"{len(outcome.tokens):,}",
     ]

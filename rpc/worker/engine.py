@@ -18,16 +18,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from radixpool.radix.errors import PoolExhausted, QuotaExceeded, RadixPoolError
+from radixpool.radix.errors import PoolExhausted, QuotaExceeded, RadixPoolError, UnknownSequence
 from radixpool.rpc import operations as ops
 from radixpool.rpc.errors import LimitExceeded
 from radixpool.rpc.generation import FinishReason, GenerateFinished, GenerateStarted, GenerateTokens
+from radixpool.rpc.worker.admission import Admission
 from radixpool.rpc.worker.batching import build_batch
 from radixpool.rpc.worker.cache_port import CachePort
 from radixpool.rpc.worker.limits import EngineLimits, check_prompt, check_sampling
-from radixpool.rpc.worker.requests import GenerateCall, HandleSource, PromptSource, RunningSequence, common_prefix
+from radixpool.rpc.worker.requests import GenerateCall, PromptSource, RunningSequence
 from radixpool.rpc.worker.scheduler import Chunk, plan_chunks
 from radixpool.rpc.worker.step import OutOfMemory, Runner
 
@@ -64,6 +63,7 @@ class Engine:
         self._port = port
         self._runner = runner
         self._limits = limits
+        self._admission = Admission(port, runner, limits)
         self._clock = clock
         self._token_budget = limits.token_budget
         self._lock = threading.Condition()
@@ -190,7 +190,9 @@ class Engine:
         for call in list(self._waiting):
             if len(self._running) >= self._limits.max_running:
                 return
-            if isinstance(call.source, PromptSource) and (short or self._shares_with_prefill(call.source)):
+            if isinstance(call.source, PromptSource) and (
+                short or self._admission.shares_with_prefill(call.source, self._running)
+            ):
                 continue
             if not self._try_admit(call):
                 self._retry_at = self._clock() + self._limits.retry_interval_s
@@ -199,7 +201,7 @@ class Engine:
     def _try_admit(self, call: GenerateCall) -> bool:
         """Start a request, or end it with the reason why it can never start; False when it has to wait for blocks."""
         try:
-            sequence = self._open(call)
+            sequence = self._admission.open(call, self._running)
         except _REFUSALS:
             return False
         except (RadixPoolError, ValueError, TypeError) as error:
@@ -212,67 +214,6 @@ class Engine:
             self._reused_tokens += sequence.cached_tokens
             call.events.put(GenerateStarted(sequence.num_prompt, sequence.cached_tokens))
         return True
-
-    def _shares_with_prefill(self, source: PromptSource) -> bool:
-        """Whether a running prompt is about to compute a prefix of this one: waiting for it beats doing it twice."""
-        for other in self._running:
-            if not other.prefilling or not isinstance(other.call.source, PromptSource):
-                continue
-            if other.call.source.namespace == source.namespace:
-                shared = min(common_prefix(source.tokens, other.call.source.tokens), len(source.tokens) - 1)
-                if shared - shared % self._limits.block_size > other.computed:
-                    return True
-        return False
-
-    def _open(self, call: GenerateCall) -> RunningSequence:
-        if isinstance(call.source, PromptSource):
-            return self._acquire(call, call.source)
-        return self._borrow(call, call.source)
-
-    def _acquire(self, call: GenerateCall, source: PromptSource) -> RunningSequence:
-        former = call.resumed
-        tokens = former.tokens if former else source.tokens.tolist()
-        num_prompt = len(source.tokens)
-        remaining = call.sampling.max_new_tokens - (len(tokens) - num_prompt)
-        reserve = min(self._limits.reserve_tokens, remaining)
-        acquired = self._one(ops.Acquire(np.asarray(tokens, np.uint32), source.namespace, reserve))
-        assert isinstance(acquired, ops.Acquired)
-        return RunningSequence(
-            call=call,
-            handle=acquired.handle,
-            tokens=tokens,
-            block_table=acquired.block_table.copy(),
-            sampler=former.sampler if former else self._runner.sampler(call.sampling),
-            num_prompt=num_prompt,
-            cached_tokens=former.cached_tokens if former else acquired.cached_tokens,
-            computed=acquired.cached_tokens,
-            findable=acquired.cached_tokens,
-            registered=len(tokens),
-        )
-
-    def _borrow(self, call: GenerateCall, source: HandleSource) -> RunningSequence:
-        if any(sequence.handle == source.handle for sequence in self._running):
-            raise ValueError("handle: the sequence is being generated from already")
-        tables = self._one(ops.GetBlockTables((source.handle,)))
-        assert isinstance(tables, ops.BlockTables)
-        view = tables.sequences[0]
-        if isinstance(view, Exception):
-            raise view
-        check_prompt(view.tokens, call.sampling, self._limits)
-        num_tokens = len(view.tokens)
-        written = max(view.cached_tokens, view.committed_tokens)
-        return RunningSequence(
-            call=call,
-            handle=source.handle,
-            tokens=view.tokens.tolist(),
-            block_table=view.block_table.copy(),
-            sampler=self._runner.sampler(call.sampling),
-            num_prompt=num_tokens,
-            cached_tokens=view.cached_tokens,
-            computed=min(written, num_tokens - 1),  # the last token's logits are needed in any case
-            findable=written - written % self._limits.block_size,
-            registered=num_tokens,
-        )
 
     def _drop(self, sequences: Sequence[RunningSequence]) -> None:
         """Forget running sequences; those that the engine owns are released, what they committed stays cached."""
@@ -306,7 +247,8 @@ class Engine:
         self._requeue(victim)
 
     def _requeue(self, sequence: RunningSequence) -> None:
-        """Let an owned request wait at its place in the order of arrival, with what it has generated so far."""
+        """Let an owned request wait at its place in the order of arrival, with what it has streamed so far."""
+        del sequence.tokens[sequence.streamed :]
         sequence.call.resumed = sequence
         self._waiting.append(sequence.call)
         self._waiting.sort(key=lambda call: call.arrival)
@@ -370,7 +312,6 @@ class Engine:
             sequence.finish_reason = FinishReason.STOP
         elif sequence.num_output == sampling.max_new_tokens:
             sequence.finish_reason = FinishReason.LENGTH
-        sequence.call.events.put(GenerateTokens((token,)))
 
     def _report(self, sequence: RunningSequence) -> Iterator[ops.Operation]:
         """Yield what the cache has to be told. The last token of an owned sequence is never computed."""
@@ -395,30 +336,34 @@ class Engine:
                     sequence.append_blocks(appended_blocks)
                     sequence.registered = num_tokens
                     sequence.starved_since = None
-                case ops.Released():
-                    self._retry_at = 0.0
                 case PoolExhausted() | QuotaExceeded():
                     sequence.starved_since = sequence.starved_since or self._clock()
                 case Exception():
                     sequence.error = result
 
     def _settle(self, sequence: RunningSequence) -> None:
-        """End a sequence that has failed or finished."""
+        """Stream what the cache has confirmed, and end a sequence that has finished or failed.
+
+        A handle that is unknown all at once (the lease was over for a moment) means that others may have written to the
+        blocks during the last step: its token is thrown away, and what the engine owns goes on from the one before.
+        """
+        if isinstance(sequence.error, UnknownSequence) and sequence.owned:
+            self._running.remove(sequence)
+            self._requeue(sequence)
+            return
         if sequence.error is not None:
             self._end(sequence, sequence.error)
-        elif sequence.finish_reason is not None and sequence.starved_since is None:
+            return
+        events = sequence.call.events
+        if sequence.streamed < len(sequence.tokens):
+            events.put(GenerateTokens(tuple(sequence.tokens[sequence.streamed :])))
+            sequence.streamed = len(sequence.tokens)
+        if sequence.finish_reason is not None and sequence.starved_since is None:
             self._running.remove(sequence)
-            finished = GenerateFinished(
-                sequence.finish_reason, sequence.num_prompt, sequence.cached_tokens, sequence.num_output
-            )
-            sequence.call.events.put(finished)
+            self._retry_at = 0.0
+            counts = (sequence.num_prompt, sequence.cached_tokens, sequence.num_output)
+            events.put(GenerateFinished(sequence.finish_reason, *counts))
 
     def _end(self, sequence: RunningSequence, error: Exception) -> None:
         self._drop([sequence])
         sequence.call.events.put(error)
-
-    def _one(self, operation: ops.Operation) -> ops.Result:
-        result = self._port.batch([operation])[0]
-        if isinstance(result, Exception):
-            raise result
-        return result

@@ -33,6 +33,7 @@ from radixpool.rpc.worker.step import NO_SLOT, OutOfMemory, Sampler, StepBatch
 _ATTENTION = "radixpool_paged"
 _ROW_CANDIDATES = (1, 2, 4, 8, 16, 32)
 _PROBE_ROWS = 64
+_SHOWN_KEYS = 3
 
 
 class PagedStep:
@@ -151,11 +152,20 @@ def load_model(source: ModelSource, *, dtype: torch.dtype = torch.float32, devic
     options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {"use_safetensors": True}
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars, which a service's log should not hold
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source.directory, dtype=dtype, attn_implementation=_ATTENTION, local_files_only=True, **options
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.directory,
+                dtype=dtype,
+                attn_implementation=_ATTENTION,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelUnavailable(f"model {source.name}: cannot be loaded from {source.directory}: {error}") from error
+    model, loading = loaded
+    if loading["missing_keys"]:  # transformers would go on with random weights
+        missing = ", ".join(sorted(loading["missing_keys"])[:_SHOWN_KEYS])
+        raise ModelUnavailable(f"model {source.name}: {len(loading['missing_keys'])} weights are missing: {missing}")
     return model.eval().to(device)
 
 

@@ -5,32 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-
 from radixpool.radix.errors import RadixPoolError
-from radixpool.rpc import limits
-from radixpool.rpc.address import TcpAddress, UnixAddress, parse_address
-from radixpool.rpc.errors import AddressInUse, ManagerUnavailable
-from radixpool.rpc.pool.sockets import remove_stale_socket
+from radixpool.rpc.errors import ManagerUnavailable
 from radixpool.rpc.worker.cache_port import CacheLost
 from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.manager_link import ManagerLink
 from radixpool.rpc.worker.model import ModelRunner, end_of_sequence_ids, load_model
 from radixpool.rpc.worker.model_source import ModelSource
+from radixpool.rpc.worker.server import start_server
 from radixpool.rpc.worker.service import WorkerServicer
-from radixpool.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.05
 _STOP_GRACE_S = 5.0
-_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +56,17 @@ def run_worker(source: ModelSource, options: WorkerOptions, *, on_ready: Callabl
         model = load_model(source)
         runner = ModelRunner(model, link.pool)
         engine = Engine(link, runner, limits=_engine_limits(source, options, link, end_of_sequence_ids(model)))
-        server, address = _start_server(engine, link, source, options)
+        servicer = WorkerServicer(
+            engine, lambda: (link.pool.spec, link.pool_id), name=options.name, context_tokens=source.context_tokens
+        )
+        max_requests = options.max_running + options.max_waiting
+        server = start_server(servicer, listen=options.listen, max_requests=max_requests)
         try:
-            on_ready(address)
+            on_ready(server.address)
             _drive(engine, runner, link, options.stop)
         finally:
             engine.fail_all(ManagerUnavailable("the worker is stopping"))
-            server.stop(_STOP_GRACE_S).wait()
+            server.stop(_STOP_GRACE_S)
     finally:
         link.close()
 
@@ -108,44 +103,3 @@ def _drive(engine: Engine, runner: ModelRunner, link: ManagerLink, stop: threadi
                     raise
             runner.use_pool(link.pool)  # refuses one of another shape
             log.info("connected again")
-
-
-def _start_server(
-    engine: Engine, link: ManagerLink, source: ModelSource, options: WorkerOptions
-) -> tuple[grpc.Server, str]:
-    """Start serving; return the server and the address that clients use."""
-    threads = options.max_running + options.max_waiting
-    server = grpc.server(
-        ThreadPoolExecutor(threads, thread_name_prefix="radixpool-rpc"),
-        maximum_concurrent_rpcs=threads,
-        options=[
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
-        ],
-    )
-    servicer = WorkerServicer(
-        engine, lambda: (link.pool.spec, link.pool_id), name=options.name, context_tokens=source.context_tokens
-    )
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
-    health_servicer = health.HealthServicer()
-    health_servicer.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    address = _bind(server, options.listen)
-    server.start()
-    return server, address
-
-
-def _bind(server: grpc.Server, listen: str) -> str:
-    """Bind to a local address. Raises ValueError for one that others can reach, `AddressInUse` for a taken one."""
-    parsed = parse_address(listen)
-    if not parsed.is_local:
-        raise ValueError(f"listen must be a unix socket or a loopback address, got {listen!r}")
-    try:
-        if isinstance(parsed, UnixAddress):
-            remove_stale_socket(parsed.path)
-        port = server.add_insecure_port(parsed.target)
-    except (RuntimeError, OSError) as error:
-        raise AddressInUse(f"listen: cannot serve at {listen}: {error}") from error
-    return TcpAddress(parsed.host, port).target if isinstance(parsed, TcpAddress) else parsed.target

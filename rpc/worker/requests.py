@@ -50,9 +50,10 @@ class GenerateCall:
 class RunningSequence:
     """An admitted request.
 
-    `tokens` are prompt and answer so far; the KV of the first `computed` is in the pool, the first `registered` are
-    known to the cache. `findable` is the length that may be shared, whose blocks must not be written any more.
-    Invariant: findable <= computed <= len(tokens), computed <= registered <= len(tokens).
+    `tokens` are prompt and answer so far. The first `computed` have their KV in the pool, the first `registered` are
+    known to the cache, and the first `streamed` to the caller (the prompt counts). The first `findable` may be shared,
+    so their blocks must not be written any more.
+    Invariant: findable <= computed <= registered <= len(tokens), num_prompt <= streamed <= len(tokens).
     """
 
     call: GenerateCall
@@ -61,6 +62,7 @@ class RunningSequence:
     block_table: npt.NDArray[np.int32]
     sampler: Sampler
     num_prompt: int
+    streamed: int
     cached_tokens: int
     computed: int
     findable: int
@@ -104,7 +106,7 @@ class RunningSequence:
         assert 0 <= self.findable <= self.computed <= self.registered <= len(self.tokens), self
         assert len(self.block_table) * block_size >= self.registered, self
         assert len(np.unique(self.block_table)) == len(self.block_table), self
-        assert self.num_prompt <= len(self.tokens), self
+        assert self.num_prompt <= self.streamed <= len(self.tokens), self
 
 
 def common_prefix(left: npt.NDArray[np.uint32], right: npt.NDArray[np.uint32]) -> int:

@@ -70,6 +70,8 @@ class Harness:
         self.port = LocalPort(self.cache)
         self.runner = EchoRunner(num_blocks, block_size)
         self.now = 0.0
+        self.steps = 0
+        self.cache.add_worker("engine")
         sizes = {"context_tokens": 10_000, "vocab_size": VOCAB, "retry_interval_s": 0.0} | limits
         self.limits = EngineLimits(num_blocks=num_blocks, block_size=block_size, **sizes)  # type: ignore[arg-type]
         self.engine = Engine(self.port, self.runner, limits=self.limits, clock=lambda: self.now)
@@ -89,6 +91,8 @@ class Harness:
 
     def step(self) -> bool:
         progressed = self.engine.step()
+        self.cache.complete_step("engine", self.steps)
+        self.steps += 1
         self.engine.check()
         self.cache.check()
         return progressed

@@ -282,6 +282,21 @@ def test_owned_requests_survive_the_loss_of_the_manager(make_harness, answer_of,
     assert isinstance(answer_of(borrowed).error, CacheLost)
 
 
+def test_a_token_computed_after_the_lease_was_lost_is_thrown_away(make_harness, answer_of, expected_tokens):
+    harness = make_harness()
+    prompt = list(range(10))
+    call = harness.submit(prompt, 12)
+    harness.step()
+    harness.step()
+    (sequence,) = harness.cache.sequences()
+    harness.cache.release(sequence)  # the lease is over
+    harness.port._sequences.clear()
+    harness.cache.evict(64)
+    harness.runner.pool[:] = 7  # and others have written to its blocks
+    harness.drain()
+    assert answer_of(call).tokens == expected_tokens(prompt, greedy(12))
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [

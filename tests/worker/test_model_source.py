@@ -87,7 +87,7 @@ def test_no_weights_and_no_configuration(tmp_path):
     with pytest.raises(ModelUnavailable, match=r"config\.json: not a readable model configuration"):
         find_model(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(ModelUnavailable, match="no .safetensors file"):
+    with pytest.raises(ModelUnavailable, match=r"no \.safetensors file"):
         find_model(str(tmp_path))
 
 

@@ -1,0 +1,95 @@
+"""Turn a waiting request into a running sequence: acquire its blocks, or look up those that its caller acquired."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from radixpool.rpc import operations as ops
+from radixpool.rpc.worker.cache_port import CachePort
+from radixpool.rpc.worker.limits import EngineLimits, check_prompt
+from radixpool.rpc.worker.requests import GenerateCall, HandleSource, PromptSource, RunningSequence, common_prefix
+from radixpool.rpc.worker.step import Runner
+
+
+class Admission:
+    """Open sequences for one engine. Keeps no state of its own."""
+
+    def __init__(self, port: CachePort, runner: Runner, limits: EngineLimits) -> None:
+        self._port = port
+        self._runner = runner
+        self._limits = limits
+
+    def open(self, call: GenerateCall, running: Iterable[RunningSequence]) -> RunningSequence:
+        """Return the sequence of `call`, ready to be computed from where the cache ends.
+
+        Raises `PoolExhausted` or `QuotaExceeded` when it has to wait, another error when it can never run.
+        """
+        if isinstance(call.source, PromptSource):
+            return self._acquire(call, call.source)
+        if any(sequence.handle == call.source.handle for sequence in running):
+            raise ValueError("handle: the sequence is being generated from already")
+        return self._borrow(call, call.source)
+
+    def shares_with_prefill(self, source: PromptSource, running: Iterable[RunningSequence]) -> bool:
+        """Whether a running prompt is about to compute a prefix of this one: waiting for it beats doing it twice."""
+        for other in running:
+            if not other.prefilling or not isinstance(other.call.source, PromptSource):
+                continue
+            if other.call.source.namespace == source.namespace:
+                shared = min(common_prefix(source.tokens, other.call.source.tokens), len(source.tokens) - 1)
+                if shared - shared % self._limits.block_size > other.computed:
+                    return True
+        return False
+
+    def _acquire(self, call: GenerateCall, source: PromptSource) -> RunningSequence:
+        former = call.resumed
+        tokens = former.tokens if former else source.tokens.tolist()
+        num_prompt = len(source.tokens)
+        remaining = call.sampling.max_new_tokens - (len(tokens) - num_prompt)
+        reserve = min(self._limits.reserve_tokens, remaining)
+        acquired = self._one(ops.Acquire(np.asarray(tokens, np.uint32), source.namespace, reserve))
+        assert isinstance(acquired, ops.Acquired)
+        return RunningSequence(
+            call=call,
+            handle=acquired.handle,
+            tokens=tokens,
+            block_table=acquired.block_table.copy(),
+            sampler=former.sampler if former else self._runner.sampler(call.sampling),
+            num_prompt=num_prompt,
+            streamed=len(tokens),
+            cached_tokens=former.cached_tokens if former else acquired.cached_tokens,
+            computed=acquired.cached_tokens,
+            findable=acquired.cached_tokens,
+            registered=len(tokens),
+        )
+
+    def _borrow(self, call: GenerateCall, source: HandleSource) -> RunningSequence:
+        tables = self._one(ops.GetBlockTables((source.handle,)))
+        assert isinstance(tables, ops.BlockTables)
+        view = tables.sequences[0]
+        if isinstance(view, Exception):
+            raise view
+        check_prompt(view.tokens, call.sampling, self._limits)
+        num_tokens = len(view.tokens)
+        written = max(view.cached_tokens, view.committed_tokens)
+        return RunningSequence(
+            call=call,
+            handle=source.handle,
+            tokens=view.tokens.tolist(),
+            block_table=view.block_table.copy(),
+            sampler=self._runner.sampler(call.sampling),
+            num_prompt=num_tokens,
+            streamed=num_tokens,
+            cached_tokens=view.cached_tokens,
+            computed=min(written, num_tokens - 1),  # the last token's logits are needed in any case
+            findable=written - written % self._limits.block_size,
+            registered=num_tokens,
+        )
+
+    def _one(self, operation: ops.Operation) -> ops.Result:
+        result = self._port.batch([operation])[0]
+        if isinstance(result, Exception):
+            raise result
+        return result

@@ -11,6 +11,9 @@ import numpy.typing as npt
 from radixpool.rpc.bench.cost import PrefillModel, hit_tokens
 from radixpool.rpc.bench.trace import Trace
 
+SMALLEST_GAP = 0.001
+"""Difference of hit ratio between LRU and the optimum below which the share of it that a policy closes says nothing."""
+
 Kind = Literal["policy", "reference", "optimum"]
 
 
@@ -112,7 +115,10 @@ def measure(trace: Trace, run: Run, yardstick: Yardstick) -> Row:
         request_hit_ratio=float(np.mean(hits[refs > 0] / refs[refs > 0])) if refs.any() else 0.0,
         flops_hit_ratio=_ratio(model.flops(0, cached).sum(), model.flops(0, tokens).sum()),
         gap_closed=gap_closed(
-            total, yardstick.lru_hits.get(run.capacity_blocks), yardstick.opt_hits.get(run.capacity_blocks)
+            total,
+            yardstick.lru_hits.get(run.capacity_blocks),
+            yardstick.opt_hits.get(run.capacity_blocks),
+            refs=int(refs.sum()),
         ),
         equal_lru_capacity_blocks=equal_capacity(yardstick.lru_curve, total),
         ttft_ms_p50=p50,
@@ -129,13 +135,17 @@ def _ratio(part: float, whole: float) -> float:
     return float(part) / float(whole) if whole else 0.0
 
 
-def gap_closed(hits: int, lru: int | None, opt: int | None) -> float | None:
-    """Return the share of the way from LRU (0) to the optimum (1) that `hits` lies; None where they are equal.
+def gap_closed(hits: int, lru: int | None, opt: int | None, *, refs: int) -> float | None:
+    """Return the share of the way from LRU (0) to the optimum (1) that `hits` lies; negative below LRU.
 
-    >>> gap_closed(15, 10, 20)
+    None where LRU and the optimum are less than `SMALLEST_GAP` of the references apart: there is nothing to close.
+
+    >>> gap_closed(15, 10, 20, refs=100)
     0.5
     """
-    return None if lru is None or opt is None or lru == opt else (hits - lru) / (opt - lru)
+    if lru is None or opt is None or opt - lru <= SMALLEST_GAP * refs:
+        return None
+    return (hits - lru) / (opt - lru)
 
 
 def equal_capacity(curve: npt.NDArray[np.int64] | None, hits: int) -> int | None:
@@ -149,10 +159,20 @@ def equal_capacity(curve: npt.NDArray[np.int64] | None, hits: int) -> int | None
     return int(np.searchsorted(curve, hits, side="left"))
 
 
+_BUSY = 0.9
+"""Share of the requests that must fill at least half of the time for it to be the axis."""
+
+
 @dataclass(frozen=True, slots=True)
 class OverTime:
-    """The hit ratio in slices of equally many requests: their ends in seconds (or requests, without times), ratios."""
+    """The hit ratio in slices of equally many requests, and where the slices end.
 
+    Attributes:
+        unit: "minutes", or "requests" where the trace has no times or half of its time holds hardly any requests.
+
+    """
+
+    unit: Literal["minutes", "requests"]
     ends: npt.NDArray[np.float64]
     hit_ratio: npt.NDArray[np.float64]
 
@@ -164,5 +184,7 @@ def over_time(trace: Trace, hits: npt.NDArray[np.int32], *, slices: int = 30) ->
     hit = np.add.reduceat(hits.astype(np.int64), bounds[:-1])
     ratio = np.divide(hit, refs, out=np.zeros(len(refs)), where=refs > 0)
     last = bounds[1:] - 1
-    ends = trace.arrival_ms[last] / 1e3 if trace.arrival_ms[-1] > 0 else (last + 1).astype(np.float64)
-    return OverTime(ends, ratio)
+    times = trace.arrival_ms[last]
+    if times[-1] <= 0.0 or times[int(len(times) * _BUSY)] < times[-1] / 2.0:
+        return OverTime("requests", (last + 1).astype(np.float64), ratio)
+    return OverTime("minutes", times / 60e3, ratio)

@@ -65,10 +65,11 @@ def plot_over_time(results: list[TraceResult]) -> Figure:
     for axis, result in zip(axes, results, strict=False):
         capacity = telling_capacity(result.rows)
         runs = {run.policy: run for run in result.runs if run.capacity_blocks == capacity}
-        unit, label = (60.0, "time (minutes)") if result.trace.arrival_ms[-1] > 0 else (1.0, "requests")
+        label = "time (minutes)"
         for order, name in enumerate(_leaders(result, capacity)):
             curve = over_time(result.trace, runs[name].hits)
-            axis.plot(curve.ends / unit, curve.hit_ratio, label=name, **_style(name, order, marker=""))
+            label = "time (minutes)" if curve.unit == "minutes" else "requests served"
+            axis.plot(curve.ends, curve.hit_ratio, label=name, **_style(name, order, marker=""))
         _finish(axis, f"{result.trace.name}, {capacity:,} blocks", label)
     _legend(figure, axes, len(results))
     return figure

@@ -13,7 +13,7 @@ MODEL = PrefillModel(parameters=1.0, num_layers=1, hidden_size=1, tokens_per_s=1
 
 @pytest.fixture
 def trace(make_trace):
-    return make_trace([list("ab"), list("ab"), list("abcd")], block_size=4, arrivals=[0, 1_000, 4_000])
+    return make_trace([list("ab"), list("ab"), list("abcd")], block_size=4, arrivals=[0, 60_000, 240_000])
 
 
 def run_of(hits, **more):
@@ -71,10 +71,11 @@ def test_a_trace_without_references_has_zero_ratios(make_trace):
 
 
 def test_the_share_of_the_gap_closed():
-    assert gap_closed(15, 10, 20) == 0.5
-    assert gap_closed(8, 10, 20) == pytest.approx(-0.2)
-    assert gap_closed(10, 10, 10) is None
-    assert gap_closed(10, None, 20) is None
+    assert gap_closed(15, 10, 20, refs=100) == 0.5
+    assert gap_closed(8, 10, 20, refs=100) == pytest.approx(-0.2)
+    assert gap_closed(10, 10, 10, refs=100) is None
+    assert gap_closed(10, None, 20, refs=100) is None
+    assert gap_closed(5, 10, 20, refs=10_000) is None  # a thousandth apart: nothing to close
 
 
 def test_the_lru_capacity_with_equal_hits():
@@ -86,10 +87,17 @@ def test_the_lru_capacity_with_equal_hits():
 def test_the_hit_ratio_over_time(trace):
     curve = over_time(trace, np.array([0, 2, 4], dtype=np.int32), slices=3)
     assert curve.hit_ratio.tolist() == [0.0, 1.0, 1.0]
+    assert curve.unit == "minutes"
     assert curve.ends.tolist() == [0.0, 1.0, 4.0]
 
 
 def test_the_hit_ratio_over_requests_when_there_are_no_times(make_trace):
     curve = over_time(make_trace([["a"]] * 10), np.array([0] + [1] * 9, dtype=np.int32), slices=2)
+    assert curve.unit == "requests"
     assert curve.ends.tolist() == [5.0, 10.0]
     assert curve.hit_ratio.tolist() == [0.8, 1.0]
+
+
+def test_a_long_quiet_end_does_not_squeeze_the_rest(make_trace):
+    trace = make_trace([["a"]] * 20, arrivals=[*range(19), 1_000])
+    assert over_time(trace, np.zeros(20, dtype=np.int32), slices=20).unit == "requests"

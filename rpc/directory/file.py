@@ -29,6 +29,8 @@ from radixpool.rpc.directory.layout import Geometry, Life
 
 LOCK_NAME: Final = "lock"
 BLOCKS_NAME: Final = "blocks"
+NEW: Final = "it is new"
+"""Why a directory is empty that was not there before."""
 INTERNED_PREFIX: Final = "interned."
 
 
@@ -123,7 +125,7 @@ def _why_empty(path: Path, geometry: Geometry) -> str | None:
             header = file.read(layout.HEADER_BYTES)
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
-        return "it is new"
+        return NEW
     except OSError as error:
         raise no_space(path, error) from error
     with naming(path):

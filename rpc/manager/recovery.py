@@ -28,6 +28,7 @@ from radixpool.radix.persistence import Persistence
 from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
 from radixpool.radix.restore import plan_restore
 from radixpool.rpc.directory import BlockDirectory
+from radixpool.rpc.directory.file import NEW
 from radixpool.rpc.directory.layout import NO_POOL
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.v1 import cache_pb2
@@ -109,6 +110,9 @@ class FormerLife:
     def pool_replaced(self, generation: int) -> None:
         """Learn that other bytes take the place of the cached ones, and that `generation` begins with them."""
 
+    def set_generation(self, generation: int) -> None:
+        """Learn that a new generation of content begins."""
+
     def client_registered(self, client_id: bytes, role: int) -> None:
         """Learn, before it can hold a block, of a client: what it did in its former life is over.
 
@@ -182,7 +186,8 @@ class RecordedLife(FormerLife):
             raise
         report = self.report
         if report.started_empty_because is not None:
-            _log.warning("the cache starts empty: the directory cannot be used, %s", report.started_empty_because)
+            level = logging.INFO if report.started_empty_because == NEW else logging.WARNING
+            _log.log(level, "the cache starts empty: about the directory: %s", report.started_empty_because)
         _log.info(
             "restored %d blocks in %.2f s; %d unwritten and %d dropped blocks wait for %d former clients",
             report.restored_blocks,
@@ -226,6 +231,10 @@ class RecordedLife(FormerLife):
         self._directory.set_generation(generation)
         self._fenced = None
         self._wait_no_longer()
+
+    def set_generation(self, generation: int) -> None:
+        """Note the generation for the next life."""
+        self._directory.set_generation(generation)
 
     def client_registered(self, client_id: bytes, role: int) -> None:
         """Record the client unless its role holds no blocks, and stop waiting for it."""

@@ -38,5 +38,5 @@ def main() -> None:
 
     \b
     Exit codes: 0 success; 1 the service refused, or a check found a violation; 2 wrong usage or a value out of
-    range; 3 nobody answers at the address; 4 the address is taken or cannot be listened on.
+    range; 3 nobody answers at the address; 4 the address (or directory) is taken, or cannot be listened on.
     """

@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 
 from radixpool.radix.errors import RadixPoolError
+from radixpool.rpc.directory.errors import DirectoryInUse
 from radixpool.rpc.errors import AddressInUse, AddressUnavailable, ManagerUnavailable
 
 EXIT_OPERATING_ERROR: Final = 1
@@ -37,7 +38,7 @@ class UnavailableError(OperatingError):
 
 
 class ListenError(OperatingError):
-    """The address is taken or cannot be listened on."""
+    """The address is taken or cannot be listened on, or the directory is taken."""
 
     exit_code = EXIT_ADDRESS
 
@@ -45,7 +46,7 @@ class ListenError(OperatingError):
 def _shown(error: RadixPoolError) -> OperatingError:
     if isinstance(error, ManagerUnavailable):
         return UnavailableError(str(error))
-    if isinstance(error, AddressInUse | AddressUnavailable):
+    if isinstance(error, AddressInUse | AddressUnavailable | DirectoryInUse):
         return ListenError(str(error))
     return OperatingError(str(error))
 

@@ -5,44 +5,56 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import click
 
 from radixpool.rpc.cli.options import default_address, json_option, usage_errors
 from radixpool.rpc.cli.running import announce, ready_fd_option, stop_on_signals
 from radixpool.rpc.config import ServeConfig, config_flags
+from radixpool.rpc.directory import reset
 from radixpool.rpc.manager.launch import ManagerService
 from radixpool.rpc.metrics import LogFormat, configure_logging
 
 
 @click.command()
 @config_flags
+@click.option("--reset-directory", is_flag=True, help="Give up what --directory holds, damaged or not, and start anew.")
 @ready_fd_option
 @json_option
-def serve(config: ServeConfig, ready_fd: int | None, as_json: bool) -> None:
+def serve(config: ServeConfig, reset_directory: bool, ready_fd: int | None, as_json: bool) -> None:
     """Start a manager: the owner of one pool's metadata.
 
     It prints one line with its address when it is ready and runs until SIGTERM or SIGINT, which let running calls
     finish. It starts without a pool: `radixpool pool` brings one. Exit code 2 for a configuration that cannot be used,
-    4 when an address is taken.
+    4 when an address or the directory is taken.
 
     \b
     Examples:
       radixpool serve --num-blocks 65536
       radixpool serve --listen unix:/run/radixpool.sock --num-blocks 65536 --block-size 32
       radixpool serve --config /etc/radixpool.toml --metrics-listen 127.0.0.1:9400
+      radixpool serve --num-blocks 65536 --directory /run/radixpool/directory
       radixpool serve --num-blocks 65536 --print-config >radixpool.toml
     """
     if not config.server.listen:
         config = replace(config, server=replace(config.server, listen=default_address()))
     configure_logging(level=config.logs.level, form=LogFormat(config.logs.format))
     with usage_errors():
+        if reset_directory:
+            _reset(config.directory.path)
         service = ManagerService(config)
     stop = stop_on_signals()
     service.start()
     announce(_ready_line(service, config, as_json=as_json), service.address, ready_fd=ready_fd)
     stop.wait()
     service.stop()
+
+
+def _reset(path: str) -> None:
+    if not path:
+        raise ValueError("--reset-directory needs --directory")
+    reset(Path(path))
 
 
 def _ready_line(service: ManagerService, config: ServeConfig, *, as_json: bool) -> str:

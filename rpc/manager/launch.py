@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -16,6 +17,7 @@ from radixpool._version import __version__
 from radixpool.radix.stats import CacheStats
 from radixpool.rpc.address import UnixAddress, parse_address
 from radixpool.rpc.config import SecurityConfig, ServeConfig
+from radixpool.rpc.manager.kv_events import make_publisher
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.rpc.manager.server import ManagerServer
 from radixpool.rpc.metrics import ManagerCollector, MetricsServer, ObserverInterceptor, RpcMetrics, ServiceSnapshot
@@ -23,6 +25,9 @@ from radixpool.rpc.security.credentials import CredentialFile
 from radixpool.rpc.security.interceptor import AuthInterceptor
 from radixpool.rpc.security.transport import TlsFiles
 from radixpool.v1 import cache_pb2
+
+if TYPE_CHECKING:
+    from radixpool.rpc.kv_events.publisher import KvEventPublisher
 
 _ROLE_PREFIX = "CLIENT_ROLE_"
 
@@ -43,6 +48,7 @@ class ManagerService:
         )
         self.server.engine.on_refusal = metrics.refused
         self._metrics_server: MetricsServer | None = None
+        self._publisher: KvEventPublisher | None = None
         self._serving = False
         self.registry.register(ManagerCollector(self))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -54,26 +60,42 @@ class ManagerService:
         return self.server.address
 
     @property
+    def kv_events_endpoints(self) -> tuple[str, str]:
+        """The ZMQ endpoints of KV events and of their replay, empty where there is none."""
+        return ("", "") if self._publisher is None else (self._publisher.endpoint, self._publisher.replay_endpoint)
+
+    @property
     def metrics_port(self) -> int | None:
         """The TCP port that metrics are served at, None when they are not."""
         return None if self._metrics_server is None else self._metrics_server.port
 
     def start(self) -> None:
         """Listen everywhere and serve. Raises AddressInUse, AddressUnavailable; nothing is left behind then."""
-        listen = self._config.metrics.listen
         self.server.start()
         try:
-            if listen:
-                context = self._tls.server_context() if self._tls else None
-                self._metrics_server = MetricsServer(listen, self.registry, tls=context)
+            self._start_metrics()
+            self._start_kv_events()
         except Exception:
             self.stop(0)
             raise
         self._serving = True
 
+    def _start_metrics(self) -> None:
+        listen = self._config.metrics.listen
+        if listen:
+            context = self._tls.server_context() if self._tls else None
+            self._metrics_server = MetricsServer(listen, self.registry, tls=context)
+
+    def _start_kv_events(self) -> None:
+        if self._config.kv_events.endpoint:
+            self._publisher = make_publisher(self._config.kv_events, self.server.engine, self.registry)
+            self._publisher.start()
+
     def stop(self, grace_s: float | None = None) -> None:
         """Refuse new calls, give running ones `grace_s` (the configured time by default), and leave the addresses."""
         self._serving = False
+        if self._publisher is not None:
+            self._publisher.close()
         self.server.stop(self._config.server.drain_timeout_s if grace_s is None else grace_s)
         if self._metrics_server is not None:
             # Last, so that the drain can be watched.
@@ -118,6 +140,7 @@ def manager_options(config: ServeConfig) -> ManagerOptions:
         block_size=config.cache.block_size,
         policy=config.cache.policy,
         lease_ttl_ms=config.cache.lease_ttl_ms,
+        directory=config.directory.path,
     )
 
 

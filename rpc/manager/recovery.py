@@ -187,7 +187,11 @@ class RecordedLife(FormerLife):
         report = self.report
         if report.started_empty_because is not None:
             level = logging.INFO if report.started_empty_because == NEW else logging.WARNING
-            _log.log(level, "the cache starts empty: about the directory: %s", report.started_empty_because)
+            _log.log(
+                level,
+                "nothing of the directory can be used and the cache starts empty: %s",
+                report.started_empty_because,
+            )
         _log.info(
             "restored %d blocks in %.2f s; %d unwritten and %d dropped blocks wait for %d former clients",
             report.restored_blocks,

@@ -55,6 +55,7 @@ class _Checker:
         for namespace, root in self.cache._roots.items():
             self.need(root.namespace == namespace, f"tree of {namespace} is listed under another namespace")
         stack.extend(seq._node for seq in self.cache._sequences.values())
+        stack.extend(seq._source for seq in self.cache._sequences.values() if seq._source is not None)
         stack.extend(self.cache._quarantine.fenced_nodes())
         stack.extend(self.cache._pin_nodes())
         while stack:

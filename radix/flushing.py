@@ -73,7 +73,9 @@ class Flushing(Tenants):
             if node.ref or node.fence:
                 held += node.num_blocks
             else:
-                self._shorten(node, node.num_blocks, None)
+                left = node.num_blocks
+                while left:  # a policy may allow a run to lose a few blocks at a time
+                    left -= self._shorten(node, left, None)
         return held
 
     def _count_unfindable(self, namespace: Namespace | None) -> int:

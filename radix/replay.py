@@ -39,6 +39,7 @@ OPERATIONS = (
     "acquire", "extend", "reserve", "commit", "rewind", "fork", "release", "invalidate", "pin", "unpin", "expire",
     "set_retention", "set_quota", "remove_quota", "evict", "flush", "add_worker", "complete_step", "remove_worker",
 )  # fmt: skip
+_MISUSED = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,10 @@ class ReplayClock:
 
 
 class RecordedCache(RadixCache):
-    """A cache that hands every operation that changes it to `sink`, refused ones included."""
+    """A cache that hands every operation that changes it to `sink`, refused ones included.
+
+    Calls with bad arguments (`ValueError`, `TypeError`) change nothing and are left out.
+    """
 
     def __init__(self, *args: Any, sink: Callable[[Operation], None], **options: Any) -> None:
         super().__init__(*args, **options)
@@ -126,21 +130,23 @@ def _recorded(name: str) -> Callable[..., Any]:
         if self._readings is not None:  # one operation calls another: the outer one is the log's
             return inner(self, *args, **options)
         bound = signature.bind(self, *args, **options).arguments
-        del bound["self"]
-        arguments = {key: _encode(value, key) for key, value in bound.items()}
+        answer: Any = _MISUSED
+        if "media" in bound:
+            bound["media"] = tuple(bound["media"])  # it is read twice
+        arguments = {key: _encode(value, key) for key, value in bound.items() if key != "self"}
         readings: list[float] = []
         self._readings = readings
-        answer: Any = None
         try:
-            result = inner(self, *args, **options)
+            result = inner(**bound)
             answer = _describe(result)
-            return result
-        except (RadixPoolError, ValueError, TypeError) as error:
+        except RadixPoolError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
             raise
         finally:
             self._readings = None
-            self._sink(Operation(name, arguments, readings, answer))
+            if answer is not _MISUSED:  # a call with bad arguments changed nothing
+                self._sink(Operation(name, arguments, readings, answer))
+        return result
 
     return call
 
@@ -168,7 +174,7 @@ def replay(operations: Iterable[Operation], cache: RadixCache, clock: ReplayCloc
         try:
             arguments = {key: _decode(cache, key, value) for key, value in operation.arguments.items()}
             answer = _describe(getattr(cache, operation.name)(**arguments))
-        except (RadixPoolError, ValueError, TypeError) as error:
+        except RadixPoolError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
         if answer != operation.answer:
             raise ReplayMismatch(index, operation, answer)
@@ -177,7 +183,7 @@ def replay(operations: Iterable[Operation], cache: RadixCache, clock: ReplayCloc
 
 
 def _encode(value: Any, key: str) -> Any:
-    """Turn an argument into plain data. What is no valid argument is kept as its text: the call was refused."""
+    """Turn an argument into plain data."""
     if isinstance(value, Sequence):
         return {"sequence": value.handle}
     if isinstance(value, Namespace):
@@ -185,10 +191,7 @@ def _encode(value: Any, key: str) -> Any:
     if key == "media":
         return [[span[0], span[1], span[2].hex()] for span in value]
     if key == "tokens":
-        try:
-            return base64.b64encode(pack_tokens(value)).decode()
-        except (TypeError, ValueError):
-            return repr(value)
+        return base64.b64encode(pack_tokens(value)).decode()
     return dict(value) if isinstance(value, Mapping) else value
 
 

@@ -142,9 +142,13 @@ class Variants(Pins):
         holders = []
         for other in self._sequences.values():
             if other._node.goes_through(node):
-                first = block_index if other.invalid_from is None else min(other.invalid_from, block_index)
-                other.invalid_from = first
-                holders.append(other.handle)
+                first = block_index
+            elif other._source is not None and other._source.goes_through(node):
+                first = other._node.end  # it began its tail as a copy of bad data
+            else:
+                continue
+            other.invalid_from = first if other.invalid_from is None else min(other.invalid_from, first)
+            holders.append(other.handle)
         return InvalidateResult(removed, len(self._free) - before, tuple(holders))
 
     def _subtree(self, top: Node) -> list[Node]:

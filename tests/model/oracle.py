@@ -312,15 +312,19 @@ class Oracle:
             seq.committed = min(seq.committed, index * self.block_size)
             return 0, []
         bad = seq.path[index]
-        holders = [h for h, other in self.sequences.items() if bad in other.path]
-        for other in holders:
-            known = self.sequences[other].invalid_from
-            self.sequences[other].invalid_from = index if known is None else min(known, index)
+        holders = []
+        for name, other in self.sequences.items():
+            if bad in other.path or (other.source is not None and bad in other.source.path()):
+                first = index if bad in other.path else len(other.path)
+                other.invalid_from = first if other.invalid_from is None else min(other.invalid_from, first)
+                holders.append(name)
         for pin_id, (namespace, path) in list(self.pins.items()):
             if bad in path:
                 self.pins[pin_id] = (namespace, path[: path.index(bad)])
         self.pins = {pin_id: pin for pin_id, pin in self.pins.items() if pin[1]}
         removed = self.kill([bad, *bad.below()])
+        assert bad.parent is not None
+        bad.parent.children = {t: e for t, e in bad.parent.children.items() if e is not bad}
         self.bury()
         return removed, holders
 
@@ -329,9 +333,6 @@ class Oracle:
         for entry in alive:
             entry.dead = True
         self.dead += alive
-        top = entries[0] if entries else None
-        if top is not None and top.parent is not None and not top.parent.dead:
-            top.parent.children = {t: e for t, e in top.parent.children.items() if e is not top}
         return len(alive)
 
     # -- operations on the pool

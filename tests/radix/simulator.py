@@ -86,6 +86,7 @@ class Task:
     client: int
     busy: tuple[str, int] | None = None  # the step that computes for it
     target: int = 0  # tokens that step computes up to
+    copied: bool = False  # its copy orders were carried out
 
 
 @dataclass
@@ -181,12 +182,12 @@ class Simulation:
     def compute(self, task: Task) -> Callable[[], None]:
         """Return what the step does to the memory when it completes; the table is the one it was launched with."""
         seq, table, target = task.seq, task.seq.block_table.tolist(), task.target
-        done, copies, names = seq.committed_tokens, seq.copies, self.names(seq)
+        done, names = seq.committed_tokens, self.names(seq)
+        copies = () if task.copied else seq.copies
         started_valid = seq.invalid_from is None
-        first = done == seq.cached_tokens
 
         def work() -> None:
-            for copy in copies if first else ():
+            for copy in copies:
                 self.memory[copy.dst][: copy.num_tokens] = self.memory[copy.src][: copy.num_tokens]
             for i in range(done):
                 if started_valid and not seq.released and seq.invalid_from is None:
@@ -208,6 +209,7 @@ class Simulation:
         self.steps[worker] = None
         self.cache.complete_step(worker, step.number)
         for task in step.tasks:
+            task.copied = True
             if task.busy == (worker, step.number) and not task.seq.released:
                 task.busy = None
                 self.commit(task)
@@ -303,7 +305,7 @@ class Simulation:
         task = self.some([t for t in self.tasks if t.busy is None and t.seq.invalid_from is None], a)
         if task is None or len(self.tasks) > 12:
             return
-        if task.seq.copies and task.seq.committed_tokens == task.seq.cached_tokens:
+        if task.seq.copies and not task.copied:
             return  # its own copy was not made yet
         try:
             result = self.cache.fork(task.seq, 1 + b % 2)
@@ -311,7 +313,8 @@ class Simulation:
             return
         for copy in result.copies:  # before the next write to either
             self.memory[copy.dst][: copy.num_tokens] = self.memory[copy.src][: copy.num_tokens]
-        self.tasks += [Task(self.cache.sequence(handle), task.client) for handle in result.handles]
+        forks = [self.cache.sequence(handle) for handle in result.handles]
+        self.tasks += [Task(fork, task.client, copied=True) for fork in forks]
 
     def rewind(self, a: int, b: int, c: int) -> None:
         task = self.some([t for t in self.tasks if t.busy is None], a)

@@ -10,9 +10,9 @@ import os
 
 import pytest
 
-from radixpool.radix import RadixCache
+from radixpool.radix import MediaSpan, RadixCache, UnknownSequence
 from radixpool.radix.eviction import available_policies
-from radixpool.radix.replay import Operation, ReplayClock, replay
+from radixpool.radix.replay import Operation, RecordedCache, ReplayClock, ReplayMismatch, replay
 
 SEEDS = int(os.environ.get("SEEDS", "400"))
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
@@ -62,3 +62,22 @@ def test_a_failing_run_is_reduced_to_few_actions(simulator, monkeypatch) -> None
             assert '"name":"' in str(failure)
             return
     pytest.fail("no seed noticed that private blocks leak")
+
+
+def test_a_log_that_answers_differently_is_refused() -> None:
+    """Replay stops at the first difference and says which it is."""
+    log: list[Operation] = []
+    cache = RecordedCache(8, 2, sink=log.append)
+    seq = cache.acquire([1, 2, 3], media=[MediaSpan(1, 1, b"x")])
+    cache.release(seq)
+    cache.release(seq)
+    with pytest.raises(UnknownSequence):
+        cache.commit(seq, 1)
+    with pytest.raises(TypeError):
+        cache.acquire("text")
+    cache.flush(None, mode="drain")
+    clock = ReplayClock()
+    assert replay(log, RadixCache(8, 2, clock=clock), clock) == len(log) == 5
+    with pytest.raises(ReplayMismatch, match="operation 0, acquire, answered") as mismatch:
+        replay(log, RadixCache(8, 1, clock=clock), clock)
+    assert mismatch.value.index == 0

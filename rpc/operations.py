@@ -6,12 +6,14 @@ All frozen. Every ndarray in a result is read-only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from radixpool.radix import Namespace
+from radixpool.radix import DEFAULT_NAMESPACE, CopyOrder, Namespace
+from radixpool.radix.media import MediaSpan
 from radixpool.radix.tokens import TokensLike
 
 Tokens: TypeAlias = TokensLike
@@ -39,17 +41,31 @@ class Match:
     """Ask how long a prefix of `tokens` is cached. Result: Matched."""
 
     tokens: Tokens
-    namespace: Namespace = field(default_factory=Namespace)
+    namespace: Namespace = DEFAULT_NAMESPACE
+
+
+class InFlight(Enum):
+    """What to do when another sequence is computing more of the wanted prefix just now."""
+
+    IGNORE = 0
+    WAIT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """Pin what is cached of `tokens` and allocate the rest, with room for `reserve` more. Result: Acquired."""
+    """Pin what is cached of `tokens` and allocate the rest, with room for `reserve` more.
+
+    media: contents that placeholder tokens stand for. partial: also use the beginning of a block that differs later.
+    Result: Acquired; Pending when `in_flight` is WAIT and another sequence computes more of it.
+    """
 
     tokens: Tokens
-    namespace: Namespace = field(default_factory=Namespace)
+    namespace: Namespace = DEFAULT_NAMESPACE
     reserve: int = 0
     max_hit: int | None = None
+    media: tuple[MediaSpan, ...] = ()
+    partial: bool = False
+    in_flight: InFlight = InFlight.IGNORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +93,42 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """End a sequence. Result: Released."""
+class Rewind:
+    """Forget the tokens from `to` on; the calling worker's steps up to `after_step` may still touch them.
+
+    Without `after_step` those count that the worker has launched. Result: Rewound.
+    """
 
     handle: bytes = field(repr=False)
+    to: int
+    after_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Make `num_forks` sequences that go on from where this one is. Result: Forked."""
+
+    handle: bytes = field(repr=False)
+    num_forks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Invalidate:
+    """Declare that the data of one block of the table is bad. Result: Invalidated."""
+
+    handle: bytes = field(repr=False)
+    block_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """End a sequence; the calling worker's steps up to `after_step` may still touch its blocks.
+
+    Without `after_step` those count that the worker has launched. Result: Released.
+    """
+
+    handle: bytes = field(repr=False)
+    after_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +138,21 @@ class GetBlockTables:
     handles: tuple[bytes, ...] = field(repr=False)
 
 
-Operation: TypeAlias = Match | Acquire | Extend | Reserve | Commit | Release | GetBlockTables
+Operation: TypeAlias = (
+    Match | Acquire | Extend | Reserve | Commit | Rewind | Fork | Invalidate | Release | GetBlockTables
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Which GPU steps of a worker are over, and up to which it goes on before the next report.
+
+    A worker launches a step only after a batch that reported it as launched and named every sequence of the step.
+    Steps count from 1; both numbers are equal when it is idle.
+    """
+
+    completed_step: int
+    launched_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +164,38 @@ class Matched:
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """A new sequence: `block_table` is int32, the reserve included."""
+    """A new sequence: `block_table` is int32, the reserve included.
+
+    `copies` must run before anything is written to its blocks.
+    """
 
     handle: bytes = field(repr=False)
     cached_tokens: int
     block_table: BlockIds
+    copies: tuple[CopyOrder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Another sequence is computing more of the prefix: ask again when it has committed or released.
+
+    `cached_tokens` are cached already, `available_tokens` will be. Nothing is held for the asker.
+    """
+
+    cached_tokens: int
+    available_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Extended:
-    """The sequence is `num_tokens` long; `appended_blocks` go to the end of its block table."""
+    """The sequence is `num_tokens` long; `appended_blocks` go to the end of its block table.
+
+    `invalid_from_block` is the first block of the table whose data was declared bad, None while all is well.
+    """
 
     num_tokens: int
     appended_blocks: BlockIds
+    invalid_from_block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +220,41 @@ class Committed:
 
     committed_tokens: int
     remaps: tuple[Remap, ...]
+    invalid_from_block: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    """The sequence is `num_tokens` long and its table has `num_blocks` entries left."""
+
+    num_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedSequence:
+    """A new sequence of the caller's; its first `committed_tokens` are written or will be by the copy orders."""
+
+    handle: bytes = field(repr=False)
+    block_table: BlockIds
+    committed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """The new sequences; `copies` must run before the next write to the source or to one of them."""
+
+    forks: tuple[ForkedSequence, ...]
+    copies: tuple[CopyOrder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Invalidated:
+    """`removed_blocks` are no longer findable; `freed_blocks` of them nobody held, the rest `num_holders` sequences."""
+
+    removed_blocks: int
+    freed_blocks: int
+    num_holders: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +271,7 @@ class SequenceView:
     block_table: BlockIds
     cached_tokens: int
     committed_tokens: int
+    invalid_from_block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,4 +281,16 @@ class BlockTables:
     sequences: tuple[SequenceView | Exception, ...]
 
 
-Result: TypeAlias = Matched | Acquired | Extended | Reserved | Committed | Released | BlockTables
+Result: TypeAlias = (
+    Matched
+    | Acquired
+    | Pending
+    | Extended
+    | Reserved
+    | Committed
+    | Rewound
+    | Forked
+    | Invalidated
+    | Released
+    | BlockTables
+)

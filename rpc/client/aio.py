@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ import grpc.aio
 
 from radixpool.radix import Namespace
 from radixpool.radix.errors import UnknownSequence
+from radixpool.radix.media import MediaSpan
 from radixpool.radix.namespace import DEFAULT_NAMESPACE
 from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import inspection
@@ -24,6 +26,7 @@ from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.options import ClientOptions
 from radixpool.rpc.client.retry import call_with_retries_async
 from radixpool.rpc.client.sequence import SequenceState
+from radixpool.rpc.client.sync import IN_FLIGHT_POLL_S
 from radixpool.rpc.errors import Fenced
 from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
@@ -71,20 +74,33 @@ class AsyncClient:
         namespace: Namespace = DEFAULT_NAMESPACE,
         reserve: int = 0,
         max_hit: int | None = None,
+        media: Iterable[MediaSpan] = (),
+        partial: bool = False,
+        wait_s: float = 0.0,
     ) -> AsyncSequence:
         """Pin the cached prefix of `tokens` and allocate the rest, with room for `reserve` more tokens.
 
+        `media` are contents that placeholder tokens stand for; `partial` also uses the beginning of a block that
+        differs later (run `copies` first). While another sequence computes more of the prefix, wait up to `wait_s` for
+        it instead of computing it again.
+
         Use it in an `async with` statement: leaving it releases the sequence. Raises PoolExhausted, nothing changed.
         """
-        request = codec.acquire_request(ops.Acquire(tokens, namespace, reserve, max_hit))
-        return AsyncSequence(self, request, await self.reacquire(request))
+        operation = ops.Acquire(tokens, namespace, reserve, max_hit, tuple(media), partial)
+        request = codec.acquire_request(operation)
+        return AsyncSequence(self, request, await self.reacquire(request, wait_s=wait_s))
 
-    async def reacquire(self, request: cache_pb2.AcquireRequest) -> ops.Acquired:
+    async def reacquire(self, request: cache_pb2.AcquireRequest, *, wait_s: float = 0.0) -> ops.Acquired:
         """Send an acquire, once more in a new epoch if fenced; `AsyncSequence.reacquire` is for callers."""
-        try:
-            return codec.acquired(await self._change(self._cache.Acquire, request))
-        except Fenced:
-            return codec.acquired(await self._change(self._cache.Acquire, request))
+        deadline = time.monotonic() + wait_s
+        request.in_flight = cache_pb2.IN_FLIGHT_MODE_WAIT
+        while time.monotonic() < deadline:
+            reply = await self._change_anew(self._cache.Acquire, request)
+            if not reply.HasField("pending"):
+                return codec.acquired(reply)
+            await asyncio.sleep(IN_FLIGHT_POLL_S)
+        request.in_flight = cache_pb2.IN_FLIGHT_MODE_UNSPECIFIED
+        return codec.acquired(await self._change_anew(self._cache.Acquire, request))
 
     async def extend(self, handle: bytes, tokens: ops.Tokens) -> ops.Extended:
         """Append known tokens to a sequence. Raises PoolExhausted, nothing changed."""
@@ -99,9 +115,24 @@ class AsyncClient:
         """Make the full blocks of the first `upto` tokens findable; apply the remaps of the result."""
         return codec.committed(await self._change(self._cache.Commit, codec.commit_request(ops.Commit(handle, upto))))
 
-    async def release(self, handle: bytes) -> ops.Released:
-        """End a sequence; what was committed stays cached."""
-        return codec.released(await self._change(self._cache.Release, codec.release_request(ops.Release(handle))))
+    async def rewind(self, handle: bytes, to: int, *, after_step: int | None = None) -> ops.Rewound:
+        """Forget the tokens from `to` on. A worker's steps up to `after_step` may still touch what is given back."""
+        request = codec.rewind_request(ops.Rewind(handle, to, after_step))
+        return codec.rewound(await self._change(self._cache.Rewind, request))
+
+    async def fork(self, handle: bytes, num_forks: int = 1) -> ops.Forked:
+        """Make sequences that go on from where this one is; run the copy orders. Raises PoolExhausted."""
+        return codec.forked(await self._change(self._cache.Fork, codec.fork_request(ops.Fork(handle, num_forks))))
+
+    async def invalidate(self, handle: bytes, block_index: int) -> ops.Invalidated:
+        """Declare that the data of one block of the table is bad."""
+        request = codec.invalidate_request(ops.Invalidate(handle, block_index))
+        return codec.invalidated(await self._change(self._cache.Invalidate, request))
+
+    async def release(self, handle: bytes, *, after_step: int | None = None) -> ops.Released:
+        """End a sequence; what was committed stays cached. A worker's steps up to `after_step` may still touch it."""
+        request = codec.release_request(ops.Release(handle, after_step))
+        return codec.released(await self._change(self._cache.Release, request))
 
     async def match(self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ops.Matched:
         """Return how long a prefix of `tokens` is cached right now; holds nothing."""
@@ -112,10 +143,16 @@ class AsyncClient:
         request = codec.block_tables_request(ops.GetBlockTables(tuple(handles)))
         return codec.block_tables(await self._read(self._cache.GetBlockTables, request))
 
-    async def batch(self, operations: Iterable[ops.Operation]) -> list[ops.Result | Exception]:
-        """Run many operations in one call. One that fails gives an exception in its place and disturbs no other."""
+    async def batch(
+        self, operations: Iterable[ops.Operation], *, steps: ops.StepReport | None = None
+    ) -> list[ops.Result | Exception]:
+        """Run many operations in one call. One that fails gives an exception in its place and disturbs no other.
+
+        A worker reports its `steps`: what is over counts before the operations, what it launches next after them.
+        """
         messages = list(map(codec.operation_message, operations))
-        reply = await self._change(self._cache.Batch, cache_pb2.BatchRequest(operations=messages))
+        request = cache_pb2.BatchRequest(operations=messages, steps=codec.step_report(steps))
+        reply = await self._change(self._cache.Batch, request)
         return codec.results(reply.results, len(messages))
 
     async def session(self) -> AsyncSession:
@@ -152,6 +189,13 @@ class AsyncClient:
             raise
         finally:
             self._identity.end(header)
+
+    async def _change_anew(self, method: Callable[..., Any], request: Any) -> Any:
+        """Do the same for a request that needs no earlier one: when fenced, it goes out once more in a new epoch."""
+        try:
+            return await self._change(method, request)
+        except Fenced:
+            return await self._change(method, request)
 
     async def _ensure_registered(self) -> None:
         async with self._lock:
@@ -215,6 +259,10 @@ class AsyncSequence(SequenceState):
         result = await self._client.commit(self.handle, upto)
         self.apply_committed(result)
         return result
+
+    async def rewind(self, to: int) -> None:
+        """Forget the tokens from `to` on, and room reserved for more."""
+        self.apply_rewound(await self._client.rewind(self.handle, to))
 
     async def reacquire(self) -> None:
         """Acquire all its tokens again, under a new handle, when Fenced or UnknownSequence said that it is gone.

@@ -43,12 +43,17 @@ class AsyncSession:
     async def __aexit__(self, *_exc_info: object) -> None:
         await self.close()
 
-    async def batch(self, operations: Iterable[ops.Operation]) -> list[ops.Result | Exception]:
-        """Run operations in order. One that fails gives an exception in its place and disturbs no other."""
+    async def batch(
+        self, operations: Iterable[ops.Operation], *, steps: ops.StepReport | None = None
+    ) -> list[ops.Result | Exception]:
+        """Run operations in order. One that fails gives an exception in its place and disturbs no other.
+
+        A worker reports its `steps`: what is over counts before the operations, what it launches next after them.
+        """
         messages = list(map(codec.operation_message, operations))
         async with self._lock:
             header = self._identity.begin()
-            request = cache_pb2.SessionRequest(header=header, operations=messages)
+            request = cache_pb2.SessionRequest(header=header, operations=messages, steps=codec.step_report(steps))
             try:
                 reply = await call_with_retries_async(lambda: self._exchange(request), self._retry)
             except Fenced:

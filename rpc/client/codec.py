@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from radixpool.radix import CopyOrder
 from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import operations as ops
 from radixpool.rpc.convert import (
@@ -29,6 +30,9 @@ def acquire_request(op: ops.Acquire) -> cache_pb2.AcquireRequest:
         namespace=optional_namespace_to_wire(op.namespace),
         reserve=op.reserve,
         max_hit_tokens=op.max_hit,
+        media=[cache_pb2.MediaSpan(start=span.start, length=span.length, digest=span.digest) for span in op.media],
+        partial=op.partial,
+        in_flight=cache_pb2.InFlightMode.ValueType(op.in_flight.value),
     )
 
 
@@ -49,7 +53,29 @@ def commit_request(op: ops.Commit) -> cache_pb2.CommitRequest:
 
 def release_request(op: ops.Release) -> cache_pb2.ReleaseRequest:
     """Return the message of a release."""
-    return cache_pb2.ReleaseRequest(handle=op.handle)
+    return cache_pb2.ReleaseRequest(handle=op.handle, after_step=op.after_step)
+
+
+def rewind_request(op: ops.Rewind) -> cache_pb2.RewindRequest:
+    """Return the message of a rewind."""
+    return cache_pb2.RewindRequest(handle=op.handle, to_tokens=op.to, after_step=op.after_step)
+
+
+def fork_request(op: ops.Fork) -> cache_pb2.ForkRequest:
+    """Return the message of a fork."""
+    return cache_pb2.ForkRequest(handle=op.handle, num_forks=op.num_forks)
+
+
+def invalidate_request(op: ops.Invalidate) -> cache_pb2.InvalidateRequest:
+    """Return the message of an invalidation."""
+    return cache_pb2.InvalidateRequest(handle=op.handle, block_index=op.block_index)
+
+
+def step_report(steps: ops.StepReport | None) -> cache_pb2.StepReport | None:
+    """Return the message of a worker's report, None when there is none."""
+    if steps is None:
+        return None
+    return cache_pb2.StepReport(completed_step=steps.completed_step, launched_step=steps.launched_step)
 
 
 def block_tables_request(op: ops.GetBlockTables) -> cache_pb2.GetBlockTablesRequest:
@@ -72,6 +98,12 @@ def operation_message(op: ops.Operation) -> cache_pb2.Operation:
             return cache_pb2.Operation(reserve=reserve_request(op))
         case ops.Match():
             return cache_pb2.Operation(match=match_request(op))
+        case ops.Rewind():
+            return cache_pb2.Operation(rewind=rewind_request(op))
+        case ops.Fork():
+            return cache_pb2.Operation(fork=fork_request(op))
+        case ops.Invalidate():
+            return cache_pb2.Operation(invalidate=invalidate_request(op))
         case ops.GetBlockTables():
             return cache_pb2.Operation(get_block_tables=block_tables_request(op))
         case _:
@@ -84,13 +116,26 @@ def matched(message: cache_pb2.MatchResponse) -> ops.Matched:
 
 
 def acquired(message: cache_pb2.AcquireResponse) -> ops.Acquired:
+    """Return the result of an acquire that did not ask to wait."""
+    return ops.Acquired(
+        message.handle, message.cached_tokens, block_ids_from_wire(message.block_table), _copies(message.copies)
+    )
+
+
+def acquired_or_pending(message: cache_pb2.AcquireResponse) -> ops.Acquired | ops.Pending:
     """Return the result of an acquire."""
-    return ops.Acquired(message.handle, message.cached_tokens, block_ids_from_wire(message.block_table))
+    if message.HasField("pending"):
+        return ops.Pending(message.pending.cached_tokens, message.pending.available_tokens)
+    return acquired(message)
+
+
+def _copies(messages: Iterable[cache_pb2.CopyOrder]) -> tuple[CopyOrder, ...]:
+    return tuple(CopyOrder(copy.from_block, copy.to_block, copy.num_tokens) for copy in messages)
 
 
 def extended(message: cache_pb2.ExtendResponse) -> ops.Extended:
     """Return the result of an extend."""
-    return ops.Extended(message.num_tokens, block_ids_from_wire(message.appended_blocks))
+    return ops.Extended(message.num_tokens, block_ids_from_wire(message.appended_blocks), _invalid_from(message))
 
 
 def reserved(message: cache_pb2.ReserveResponse) -> ops.Reserved:
@@ -101,7 +146,30 @@ def reserved(message: cache_pb2.ReserveResponse) -> ops.Reserved:
 def committed(message: cache_pb2.CommitResponse) -> ops.Committed:
     """Return the result of a commit."""
     remaps = tuple(ops.Remap(item.block_index, item.from_block, item.to_block) for item in message.remaps)
-    return ops.Committed(message.committed_tokens, remaps)
+    return ops.Committed(message.committed_tokens, remaps, _invalid_from(message))
+
+
+def _invalid_from(message: cache_pb2.ExtendResponse | cache_pb2.CommitResponse | cache_pb2.SequenceView) -> int | None:
+    return message.invalid_from_block if message.HasField("invalid_from_block") else None
+
+
+def rewound(message: cache_pb2.RewindResponse) -> ops.Rewound:
+    """Return the result of a rewind."""
+    return ops.Rewound(message.num_tokens, message.num_blocks)
+
+
+def forked(message: cache_pb2.ForkResponse) -> ops.Forked:
+    """Return the result of a fork."""
+    forks = (
+        ops.ForkedSequence(fork.handle, block_ids_from_wire(fork.block_table), fork.committed_tokens)
+        for fork in message.forks
+    )
+    return ops.Forked(tuple(forks), _copies(message.copies))
+
+
+def invalidated(message: cache_pb2.InvalidateResponse) -> ops.Invalidated:
+    """Return the result of an invalidation."""
+    return ops.Invalidated(message.removed_blocks, message.freed_blocks, message.num_holders)
 
 
 def released(_message: cache_pb2.ReleaseResponse) -> ops.Released:
@@ -124,11 +192,15 @@ def _block_table(message: cache_pb2.BlockTableResult) -> ops.SequenceView | Exce
         block_table=block_ids_from_wire(view.block_table),
         cached_tokens=view.cached_tokens,
         committed_tokens=view.committed_tokens,
+        invalid_from_block=_invalid_from(view),
     )
 
 
 _RESULT_DECODERS: dict[str, Callable[[Any], ops.Result | Exception]] = {
-    "acquire": acquired,
+    "acquire": acquired_or_pending,
+    "rewind": rewound,
+    "fork": forked,
+    "invalidate": invalidated,
     "extend": extended,
     "commit": committed,
     "release": released,

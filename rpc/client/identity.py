@@ -11,6 +11,7 @@ import threading
 
 from radixpool.rpc import limits
 from radixpool.rpc.client.options import ClientOptions
+from radixpool.rpc.liveness import own_process
 from radixpool.v1 import cache_pb2, common_pb2
 
 
@@ -34,7 +35,9 @@ class Identity:
     def registration(self) -> cache_pb2.RegisterClientRequest:
         """Return the request that starts a new epoch."""
         role = cache_pb2.ClientRole.ValueType(self._role.value)
-        return cache_pb2.RegisterClientRequest(client_id=self._client_id, name=self._name, role=role)
+        return cache_pb2.RegisterClientRequest(
+            client_id=self._client_id, name=self._name, role=role, process=own_process()
+        )
 
     def start_epoch(self, epoch: int) -> None:
         """Use this epoch from now on."""

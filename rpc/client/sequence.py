@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
+from radixpool.radix import CopyOrder
 from radixpool.radix.errors import UnknownSequence
 from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import operations as ops
@@ -25,15 +26,16 @@ class SequenceState:
 
     handle: 16 bytes, a capability. cached_tokens: leading tokens that needed no computing when it was acquired.
     num_tokens: its present length. committed_tokens: leading tokens whose KV is known to be written.
-    block_table: int32, read-only.
+    block_table: int32, read-only. copies: orders to run before anything is written to its blocks.
     """
 
-    __slots__ = ("_request", "_tokens", "block_table", "cached_tokens", "committed_tokens", "handle")
+    __slots__ = ("_request", "_tokens", "block_table", "cached_tokens", "committed_tokens", "copies", "handle")
 
     handle: bytes
     cached_tokens: int
     committed_tokens: int
     block_table: npt.NDArray[np.int32]
+    copies: tuple[CopyOrder, ...]
 
     def __init__(self, request: cache_pb2.AcquireRequest, acquired: ops.Acquired) -> None:
         self._request = request
@@ -57,6 +59,7 @@ class SequenceState:
         self.handle = result.handle
         self.cached_tokens = self.committed_tokens = result.cached_tokens
         self.block_table = result.block_table
+        self.copies = result.copies
 
     def apply_extended(self, tokens: bytes, result: ops.Extended) -> None:
         """Take over the new tokens and the blocks that were added."""
@@ -72,6 +75,12 @@ class SequenceState:
         """Put `block_ids` at the end of the block table."""
         if len(block_ids):
             self.block_table = _read_only(np.concatenate((self.block_table, block_ids)))
+
+    def apply_rewound(self, result: ops.Rewound) -> None:
+        """Take over the shorter length."""
+        del self._tokens[result.num_tokens * TOKEN_BYTES :]
+        self.block_table = self.block_table[: result.num_blocks]
+        self.committed_tokens = min(self.committed_tokens, result.num_tokens)
 
     def apply_committed(self, result: ops.Committed) -> None:
         """Take over the committed length and the remapped blocks."""
@@ -117,6 +126,10 @@ class RemoteSequence(SequenceState):
         result = self._client.commit(self.handle, upto)
         self.apply_committed(result)
         return result
+
+    def rewind(self, to: int) -> None:
+        """Forget the tokens from `to` on, and room reserved for more."""
+        self.apply_rewound(self._client.rewind(self.handle, to))
 
     def reacquire(self) -> None:
         """Acquire all its tokens again, under a new handle, when Fenced or UnknownSequence said that it is gone.

@@ -10,32 +10,36 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 
 from radixpool.radix import DEFAULT_NAMESPACE, Namespace
-from radixpool.rpc import inspection
+from radixpool.radix.media import MediaSpan
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
 from radixpool.rpc.client.channel import open_channel
 from radixpool.rpc.client.heartbeat import Heartbeat
 from radixpool.rpc.client.identity import Identity
+from radixpool.rpc.client.operator import OperatorCalls
 from radixpool.rpc.client.options import ClientOptions
 from radixpool.rpc.client.retry import call_with_retries
 from radixpool.rpc.client.sequence import RemoteSequence
 from radixpool.rpc.client.session import Session
-from radixpool.rpc.convert import namespace_to_wire, pool_from_wire, pool_spec_to_wire, pool_to_wire
+from radixpool.rpc.convert import pool_from_wire, pool_spec_to_wire, pool_to_wire
 from radixpool.rpc.errors import Fenced
 from radixpool.rpc.pool_types import Pool, PoolSpec
 from radixpool.rpc.status import error_from_rpc
-from radixpool.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, pool_pb2_grpc
+from radixpool.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 Reply = TypeVar("Reply")
+IN_FLIGHT_POLL_S: Final = 0.005
+"""How often to ask whether another sequence has computed the prefix."""
 
 
-class Client:
+class Client(OperatorCalls):
     """A connection to one manager.
 
     Data path: acquire, extend, reserve, commit, release, match, get_block_tables, batch, session.
@@ -84,16 +88,32 @@ class Client:
         namespace: Namespace = DEFAULT_NAMESPACE,
         reserve: int = 0,
         max_hit: int | None = None,
+        media: Iterable[MediaSpan] = (),
+        partial: bool = False,
+        wait_s: float = 0.0,
     ) -> RemoteSequence:
         """Pin the cached prefix of `tokens` and allocate the rest, with room for `reserve` more tokens.
 
+        `media` are contents that placeholder tokens stand for; `partial` also uses the beginning of a block that
+        differs later (run `copies` first). While another sequence computes more of the prefix, wait up to `wait_s` for
+        it instead of computing it again.
+
         Use it in a `with` statement: leaving it releases the sequence. Raises PoolExhausted, nothing changed.
         """
-        request = codec.acquire_request(ops.Acquire(tokens, namespace, reserve, max_hit))
-        return RemoteSequence(self, request, self.reacquire(request))
+        operation = ops.Acquire(tokens, namespace, reserve, max_hit, tuple(media), partial)
+        request = codec.acquire_request(operation)
+        return RemoteSequence(self, request, self.reacquire(request, wait_s=wait_s))
 
-    def reacquire(self, request: cache_pb2.AcquireRequest) -> ops.Acquired:
+    def reacquire(self, request: cache_pb2.AcquireRequest, *, wait_s: float = 0.0) -> ops.Acquired:
         """Send an acquire, once more in a new epoch if fenced; `RemoteSequence.reacquire` is for callers."""
+        deadline = time.monotonic() + wait_s
+        request.in_flight = cache_pb2.IN_FLIGHT_MODE_WAIT
+        while time.monotonic() < deadline:
+            reply = self._change_anew(self._cache.Acquire, request)
+            if not reply.HasField("pending"):
+                return codec.acquired(reply)
+            time.sleep(IN_FLIGHT_POLL_S)
+        request.in_flight = cache_pb2.IN_FLIGHT_MODE_UNSPECIFIED
         return codec.acquired(self._change_anew(self._cache.Acquire, request))
 
     def extend(self, handle: bytes, tokens: ops.Tokens) -> ops.Extended:
@@ -108,9 +128,24 @@ class Client:
         """Make the full blocks of the first `upto` tokens findable; apply the remaps of the result."""
         return codec.committed(self._change(self._cache.Commit, codec.commit_request(ops.Commit(handle, upto))))
 
-    def release(self, handle: bytes) -> ops.Released:
-        """End a sequence; what was committed stays cached."""
-        return codec.released(self._change(self._cache.Release, codec.release_request(ops.Release(handle))))
+    def rewind(self, handle: bytes, to: int, *, after_step: int | None = None) -> ops.Rewound:
+        """Forget the tokens from `to` on. A worker's steps up to `after_step` may still touch what is given back."""
+        request = codec.rewind_request(ops.Rewind(handle, to, after_step))
+        return codec.rewound(self._change(self._cache.Rewind, request))
+
+    def fork(self, handle: bytes, num_forks: int = 1) -> ops.Forked:
+        """Make sequences that go on from where this one is; run the copy orders. Raises PoolExhausted."""
+        return codec.forked(self._change(self._cache.Fork, codec.fork_request(ops.Fork(handle, num_forks))))
+
+    def invalidate(self, handle: bytes, block_index: int) -> ops.Invalidated:
+        """Declare that the data of one block of the table is bad."""
+        request = codec.invalidate_request(ops.Invalidate(handle, block_index))
+        return codec.invalidated(self._change(self._cache.Invalidate, request))
+
+    def release(self, handle: bytes, *, after_step: int | None = None) -> ops.Released:
+        """End a sequence; what was committed stays cached. A worker's steps up to `after_step` may still touch it."""
+        request = codec.release_request(ops.Release(handle, after_step))
+        return codec.released(self._change(self._cache.Release, request))
 
     def match(self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ops.Matched:
         """Return how long a prefix of `tokens` is cached right now; holds nothing."""
@@ -121,11 +156,22 @@ class Client:
         request = codec.block_tables_request(ops.GetBlockTables(tuple(handles)))
         return codec.block_tables(self._read(self._cache.GetBlockTables, request))
 
-    def batch(self, operations: Iterable[ops.Operation]) -> list[ops.Result | Exception]:
-        """Run many operations in one call. One that fails gives an exception in its place and disturbs no other."""
+    def batch(
+        self, operations: Iterable[ops.Operation], *, steps: ops.StepReport | None = None
+    ) -> list[ops.Result | Exception]:
+        """Run many operations in one call. One that fails gives an exception in its place and disturbs no other.
+
+        A worker reports its `steps`: what is over counts before the operations, what it launches next after them.
+        """
         messages = list(map(codec.operation_message, operations))
-        reply = self._change(self._cache.Batch, cache_pb2.BatchRequest(operations=messages))
+        request = cache_pb2.BatchRequest(operations=messages, steps=codec.step_report(steps))
+        reply = self._change(self._cache.Batch, request)
         return codec.results(reply.results, len(messages))
+
+    def report_steps(self, steps: ops.StepReport) -> None:
+        """Report a worker's steps when there is no batch to send; renews the lease too."""
+        request = cache_pb2.HeartbeatRequest(steps=codec.step_report(steps))
+        self._change(self._cache.Heartbeat, request)
 
     def session(self) -> Session:
         """Open a stream for many batches, answered in order: several times faster than calls. Close it, or `with`."""
@@ -147,47 +193,6 @@ class Client:
         """Return the registered pool, or None."""
         reply = self._read(self._pool.GetPool, pool_pb2.GetPoolRequest())
         return pool_from_wire(reply.pool) if reply.HasField("pool") else None
-
-    # Operators.
-
-    def info(self) -> ops.ServiceInfo:
-        """Return the sizes and limits of the manager."""
-        return codec.service_info(self._read(self._cache.GetInfo, cache_pb2.GetInfoRequest()))
-
-    def stats(self) -> inspection.Stats:
-        """Return every counter of the cache and of the process."""
-        return inspection.stats_from_wire(self._read(self._admin.GetStats, admin_pb2.GetStatsRequest()))
-
-    def check(self) -> inspection.CheckReport:
-        """Prove the invariants of the whole cache; other calls wait meanwhile."""
-        reply = self._read(self._admin.CheckInvariants, admin_pb2.CheckInvariantsRequest())
-        return inspection.check_report_from_wire(reply)
-
-    def inspect_tree(self, *, namespace: Namespace | None = None, max_nodes: int = 0) -> inspection.TreeView:
-        """Return up to `max_nodes` nodes of the tree in pre-order; 0 means the manager's default."""
-        wanted = None if namespace is None else namespace_to_wire(namespace)
-        request = admin_pb2.InspectTreeRequest(namespace=wanted, max_nodes=max_nodes)
-        return inspection.tree_from_wire(self._read(self._admin.InspectTree, request))
-
-    def inspect_block(self, block_id: int) -> inspection.BlockView:
-        """Return state, holders and place of one block."""
-        request = admin_pb2.InspectBlockRequest(block_id=block_id)
-        return inspection.block_from_wire(self._read(self._admin.InspectBlock, request))
-
-    def inspect_sequence(self, sequence: bytes | int) -> inspection.SequenceInfo:
-        """Return lengths, block table and owner of one sequence, named by its handle or its sequence id."""
-        request = codec.inspect_sequence_request(sequence)
-        return inspection.sequences_from_wire(self._read(self._admin.InspectSequence, request)).sequences[0]
-
-    def list_sequences(self, *, max_sequences: int = 0) -> inspection.SequenceList:
-        """Return up to `max_sequences` live sequences, oldest first; 0 means the manager's default."""
-        request = admin_pb2.InspectSequenceRequest(max_sequences=max_sequences)
-        return inspection.sequences_from_wire(self._read(self._admin.InspectSequence, request))
-
-    def list_clients(self) -> tuple[inspection.ClientView, ...]:
-        """Return the registered clients, oldest first."""
-        reply = self._read(self._admin.ListClients, admin_pb2.ListClientsRequest())
-        return tuple(map(inspection.client_from_wire, reply.clients))
 
     # Calls.
 

@@ -37,13 +37,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: pb.RegisterClientRequest, context: grpc.ServicerContext
     ) -> pb.RegisterClientResponse:
         _check_registration(request)
-        epoch = self._engine.register_client(request.client_id, name=request.name, role=request.role)
+        process = request.process if request.HasField("process") else None
+        epoch = self._engine.register_client(request.client_id, name=request.name, role=request.role, process=process)
         reply = pb.RegisterClientResponse(epoch=epoch, lease_ttl_ms=self._engine.options.lease_ttl_ms)
         self._engine.stamp(reply.header)
         return reply
 
     def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatResponse:
-        self._engine.renew(request.header)
+        self._engine.renew(request)
         reply = pb.HeartbeatResponse(lease_ttl_ms=self._engine.options.lease_ttl_ms)
         self._engine.stamp(reply.header)
         return reply
@@ -78,6 +79,21 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.CommitResponse:
         reply = pb.CommitResponse()
         self._engine.run("commit", request, reply)
+        return reply
+
+    def Rewind(self, request: pb.RewindRequest, context: grpc.ServicerContext) -> pb.RewindResponse:
+        reply = pb.RewindResponse()
+        self._engine.run("rewind", request, reply)
+        return reply
+
+    def Fork(self, request: pb.ForkRequest, context: grpc.ServicerContext) -> pb.ForkResponse:
+        reply = pb.ForkResponse()
+        self._engine.run("fork", request, reply)
+        return reply
+
+    def Invalidate(self, request: pb.InvalidateRequest, context: grpc.ServicerContext) -> pb.InvalidateResponse:
+        reply = pb.InvalidateResponse()
+        self._engine.run("invalidate", request, reply)
         return reply
 
     def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseResponse:

@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from radixpool.radix import RadixCache
+from radixpool.radix import EventLog, RadixCache
 from radixpool.radix.errors import InvariantViolation, RadixPoolError
 from radixpool.rpc import limits
 from radixpool.rpc.errors import Fenced, LimitExceeded, Recovering
+from radixpool.rpc.liveness import ProcessWatch
 from radixpool.rpc.manager.handles import HandleTable
 from radixpool.rpc.manager.leases import Lease, LeaseTable
 from radixpool.rpc.manager.operations import Operations
@@ -24,6 +25,7 @@ from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.rpc.manager.pools import PoolRegistry
 from radixpool.rpc.manager.recovery import FormerLife
 from radixpool.rpc.manager.replies import ReplyCache
+from radixpool.rpc.manager.steps import WorkerSteps
 from radixpool.v1 import cache_pb2, common_pb2, pool_pb2
 
 
@@ -70,9 +72,11 @@ class Engine:
             self.options.block_size,
             policy=self.options.policy,
             persistence=self.former_life.persistence,
+            events=EventLog(),
         )
         self.handles = HandleTable(self._random_bytes)
-        self.operations = Operations(self.cache, self.handles, on_refusal=self._refused)
+        self.steps = WorkerSteps(self.cache, self._clock)
+        self.operations = Operations(self.cache, self.handles, self.steps, on_refusal=self._refused)
 
     def _refused(self, reason: str) -> None:
         self.on_refusal(reason)
@@ -135,7 +139,7 @@ class Engine:
     ) -> None:
         """Describe sequences by their handles; needs no lease."""
         with self.lock:
-            self.operations.get_block_tables(request, reply)
+            self.operations.get_block_tables(None, request, reply)
             self.stamp(reply.header)
 
     def _require_recovered(self) -> None:
@@ -154,10 +158,14 @@ class Engine:
 
     # Clients.
 
-    def register_client(self, client_id: bytes, *, name: str, role: int) -> int:
+    def register_client(
+        self, client_id: bytes, *, name: str, role: int, process: cache_pb2.ProcessIdentity | None = None
+    ) -> int:
         """Start a new epoch and return it; sequences of the epoch before are aborted. Raises LimitExceeded."""
         with self.lock:
             lease, former = self.leases.register(client_id, name=name, role=role)
+            for life_before in filter(None, (former, self.steps.find_lost(client_id))):
+                self.steps.replaced(life_before)
             if former is not None:
                 self._bury(former)
             try:
@@ -165,12 +173,19 @@ class Engine:
             except RadixPoolError:
                 self.leases.end(client_id)
                 raise
+            if role == cache_pb2.CLIENT_ROLE_WORKER:
+                lease.process = ProcessWatch(process)
+                self.steps.add(lease)
             return lease.epoch
 
-    def renew(self, header: common_pb2.RequestHeader) -> None:
-        """Renew a live lease. Raises Fenced."""
+    def renew(self, request: cache_pb2.HeartbeatRequest) -> None:
+        """Renew a live lease and take a worker's report. Raises Fenced, ValueError."""
         with self.lock:
-            self.leases.renew(self._admit(header))
+            lease = self._admit(request.header)
+            if request.HasField("steps"):
+                self.steps.completed(lease, request.steps)
+                self.steps.launched(lease, request.steps)
+            self.leases.renew(lease)
 
     def unregister_client(self, header: common_pb2.RequestHeader) -> int:
         """End a live lease, abort its sequences and return how many there were. Raises Fenced."""
@@ -178,6 +193,7 @@ class Engine:
             lease = self._admit(header)
             self.leases.end(lease.client_id)
             num_sequences = len(lease.handles)
+            self.steps.left(lease)
             self._bury(lease)
             return num_sequences
 
@@ -190,7 +206,10 @@ class Engine:
             self.former_life.poll()
             while (lease := self.leases.pop_expired()) is not None:
                 self.expired_leases += 1
+                if lease.role == cache_pb2.CLIENT_ROLE_WORKER:
+                    self.steps.lost(lease)
                 self._bury(lease)
+            self.steps.poll()
             for _ in range(limits.EXPIRY_SLICE_SEQUENCES):
                 if not self._dying:
                     return False
@@ -198,7 +217,7 @@ class Engine:
                 if held is None:
                     self._gone(self._dying.popleft())
                 else:
-                    self.cache.release(held.sequence)
+                    self.cache.release(held.sequence, after_step=self.steps.fence(held, None))
             return bool(self._dying)
 
     def _bury(self, dead: Lease) -> None:
@@ -249,6 +268,8 @@ class Engine:
         for lease in list(self.leases):
             if lease is not keep:
                 self.leases.end(lease.client_id)
+                lease.process.close()
+        self.steps.close()
         keep.handles.clear()
         self._dying.clear()
         self.generation += 1

@@ -16,14 +16,20 @@ from radixpool.rpc.security.identity import current_tenant
 
 
 class Held:
-    """A live sequence, its handle, and the lease it lives under."""
+    """A live sequence, its handle, the lease it lives under, and the workers whose steps may use its blocks."""
 
-    __slots__ = ("handle", "lease", "sequence")
+    __slots__ = ("handle", "lease", "sequence", "workers")
 
     def __init__(self, handle: bytes, sequence: Sequence, lease: Lease) -> None:
         self.handle = handle
         self.sequence = sequence
         self.lease = lease
+        self.workers: tuple[Lease, ...] = ()
+
+    def used_by(self, worker: Lease) -> None:
+        """Note that the steps of `worker` may use the sequence's blocks from now on."""
+        if worker not in self.workers:
+            self.workers = (*self.workers, worker)
 
 
 class HandleTable:
@@ -40,18 +46,18 @@ class HandleTable:
     def __iter__(self) -> Iterator[Held]:
         return iter(self._by_handle.values())
 
-    def check_room(self, lease: Lease) -> None:
-        """Raise LimitExceeded when the client may hold no further sequence."""
-        if len(lease.handles) >= limits.MAX_SEQUENCES_PER_CLIENT:
+    def check_room(self, lease: Lease, count: int = 1) -> None:
+        """Raise LimitExceeded when the client may not hold so many more sequences."""
+        if len(lease.handles) + count > limits.MAX_SEQUENCES_PER_CLIENT:
             raise LimitExceeded(f"sequences of client {lease.name!r}: the limit is {limits.MAX_SEQUENCES_PER_CLIENT}")
 
-    def add(self, sequence: Sequence, lease: Lease) -> bytes:
-        """Give a new sequence a handle and return it. O(1)."""
+    def add(self, sequence: Sequence, lease: Lease) -> Held:
+        """Give a new sequence a handle. O(1)."""
         handle = self._random_bytes(limits.HANDLE_BYTES)
         held = Held(handle, sequence, lease)
         self._by_handle[handle] = self._by_sequence[sequence.handle] = held
         lease.handles[handle] = None
-        return handle
+        return held
 
     def get(self, handle: bytes) -> Held:
         """Return a live sequence. Raises ValueError for a malformed handle, UnknownSequence. O(1)."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from radixpool.rpc import limits
 from radixpool.rpc.errors import Fenced, LimitExceeded, PermissionDenied
-from radixpool.rpc.manager.liveness import ProcessWatch
+from radixpool.rpc.liveness import ProcessWatch
 from radixpool.rpc.security.identity import current_tenant
 
 

@@ -6,16 +6,18 @@ changed nothing. The caller holds the engine's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeAlias
 
-from radixpool.radix import Namespace, RadixCache
+from radixpool.radix import CopyOrder, Namespace, PendingPrefix, RadixCache
 from radixpool.radix.errors import RadixPoolError
+from radixpool.radix.media import MediaSpan
 from radixpool.radix.namespace import DEFAULT_NAMESPACE
 from radixpool.rpc import limits
 from radixpool.rpc.convert import namespace_from_wire
-from radixpool.rpc.manager.handles import HandleTable
+from radixpool.rpc.manager.handles import HandleTable, Held
 from radixpool.rpc.manager.leases import Lease
+from radixpool.rpc.manager.steps import WorkerSteps
 from radixpool.rpc.status import row_of, status_from_error
 from radixpool.v1 import cache_pb2, common_pb2
 
@@ -25,18 +27,24 @@ Handler: TypeAlias = Callable[[Lease, Any, Any], None]
 class Operations:
     """The handlers over one cache and its handles. `on_refusal` hears the reason of each error inside a reply."""
 
-    def __init__(self, cache: RadixCache, handles: HandleTable, *, on_refusal: Callable[[str], None]) -> None:
+    def __init__(
+        self, cache: RadixCache, handles: HandleTable, steps: WorkerSteps, *, on_refusal: Callable[[str], None]
+    ) -> None:
         self._cache = cache
         self._handles = handles
+        self._steps = steps
         self._on_refusal = on_refusal
         self.handlers: dict[str, Handler] = {
             "acquire": self._acquire,
             "extend": self._extend,
             "reserve": self._reserve,
             "commit": self._commit,
+            "rewind": self._rewind,
+            "fork": self._fork,
+            "invalidate": self._invalidate,
             "release": self._release,
             "match": lambda _lease, request, reply: self.match(request, reply),
-            "get_block_tables": lambda _lease, request, reply: self.get_block_tables(request, reply),
+            "get_block_tables": self.get_block_tables,
         }
 
     def run_all(
@@ -46,8 +54,13 @@ class Operations:
         reply: cache_pb2.BatchResponse | cache_pb2.SessionResponse,
     ) -> None:
         """Run the operations of a batch in order, each by itself: an error becomes its result."""
+        has_steps = request.HasField("steps")
+        if has_steps:
+            self._steps.completed(lease, request.steps)
         for operation in request.operations:
             self._run_one(lease, operation, reply.results.add())
+        if has_steps:
+            self._steps.launched(lease, request.steps)
 
     def _run_one(self, lease: Lease, operation: cache_pb2.Operation, result: cache_pb2.OperationResult) -> None:
         kind = operation.WhichOneof("operation")
@@ -65,7 +78,10 @@ class Operations:
         reply.cached_tokens = self._cache.match(request.tokens, namespace=_namespace(request)).tokens
 
     def get_block_tables(
-        self, request: cache_pb2.GetBlockTablesRequest, reply: cache_pb2.GetBlockTablesResponse
+        self,
+        lease: Lease | None,
+        request: cache_pb2.GetBlockTablesRequest,
+        reply: cache_pb2.GetBlockTablesResponse,
     ) -> None:
         """Describe sequences, each by itself. O(tokens of the sequences)."""
         if len(request.handles) > limits.MAX_HANDLES_PER_QUERY:
@@ -73,7 +89,7 @@ class Operations:
         for handle in request.handles:
             result = reply.results.add()
             try:
-                self._describe(handle, result.sequence)
+                self._describe(self._find(lease, handle), result.sequence)
             except (RadixPoolError, ValueError) as error:
                 self._refuse(result, error)
 
@@ -83,49 +99,121 @@ class Operations:
         self._on_refusal(row.reason)
         result.error.CopyFrom(status_from_error(error))
 
-    def _describe(self, handle: bytes, view: cache_pb2.SequenceView) -> None:
-        sequence = self._handles.get(handle).sequence
-        view.handle = handle
+    def _find(self, caller: Lease | None, handle: bytes) -> Held:
+        """Return a live sequence; a worker that asks may use its blocks from now on."""
+        held = self._handles.get(handle)
+        if caller is not None and caller.role == cache_pb2.CLIENT_ROLE_WORKER:
+            held.used_by(caller)
+        return held
+
+    def _describe(self, held: Held, view: cache_pb2.SequenceView) -> None:
+        sequence = held.sequence
+        view.handle = held.handle
         view.tokens = sequence.packed_tokens
         view.block_table = sequence.packed_block_table
         view.cached_tokens = sequence.cached_tokens
         view.committed_tokens = sequence.committed_tokens
+        if sequence.invalid_from is not None:
+            view.invalid_from_block = sequence.invalid_from
 
     def _acquire(self, lease: Lease, request: cache_pb2.AcquireRequest, reply: cache_pb2.AcquireResponse) -> None:
         self._handles.check_room(lease)
-        sequence = self._cache.acquire(
+        outcome = self._cache.acquire(
             request.tokens,
             namespace=_namespace(request),
             reserve=request.reserve,
             max_hit=request.max_hit_tokens if request.HasField("max_hit_tokens") else None,
+            media=[MediaSpan(span.start, span.length, span.digest) for span in request.media],
+            partial=request.partial,
+            in_flight=_in_flight_mode(request.in_flight),
         )
-        reply.handle = self._handles.add(sequence, lease)
-        reply.cached_tokens = sequence.cached_tokens
-        reply.block_table = sequence.packed_block_table
+        if isinstance(outcome, PendingPrefix):
+            reply.pending.cached_tokens = outcome.cached_tokens
+            reply.pending.available_tokens = outcome.available_tokens
+            return
+        held = self._handles.add(outcome, lease)
+        if lease.role == cache_pb2.CLIENT_ROLE_WORKER:
+            held.used_by(lease)
+        reply.handle = held.handle
+        reply.cached_tokens = outcome.cached_tokens
+        reply.block_table = outcome.packed_block_table
+        _add_copies(reply.copies, outcome.copies)
 
-    def _extend(self, _lease: Lease, request: cache_pb2.ExtendRequest, reply: cache_pb2.ExtendResponse) -> None:
-        sequence = self._handles.get(request.handle).sequence
+    def _extend(self, lease: Lease, request: cache_pb2.ExtendRequest, reply: cache_pb2.ExtendResponse) -> None:
+        sequence = self._find(lease, request.handle).sequence
         before = len(sequence.packed_block_table)
         self._cache.extend(sequence, request.tokens)
         reply.num_tokens = sequence.num_tokens
         reply.appended_blocks = sequence.packed_block_table[before:]
+        if sequence.invalid_from is not None:
+            reply.invalid_from_block = sequence.invalid_from
 
-    def _reserve(self, _lease: Lease, request: cache_pb2.ReserveRequest, reply: cache_pb2.ReserveResponse) -> None:
-        sequence = self._handles.get(request.handle).sequence
+    def _reserve(self, lease: Lease, request: cache_pb2.ReserveRequest, reply: cache_pb2.ReserveResponse) -> None:
+        sequence = self._find(lease, request.handle).sequence
         before = len(sequence.packed_block_table)
         self._cache.reserve(sequence, request.num_tokens)
         reply.appended_blocks = sequence.packed_block_table[before:]
 
-    def _commit(self, _lease: Lease, request: cache_pb2.CommitRequest, reply: cache_pb2.CommitResponse) -> None:
-        committed = self._cache.commit(self._handles.get(request.handle).sequence, request.upto_tokens)
+    def _commit(self, lease: Lease, request: cache_pb2.CommitRequest, reply: cache_pb2.CommitResponse) -> None:
+        held = self._find(lease, request.handle)
+        sequence = held.sequence
+        fence = self._steps.fence(held, lease)
+        committed = self._cache.commit(sequence, request.upto_tokens, after_step=fence)
         reply.committed_tokens = committed.committed_tokens
         for remap in committed.remaps:
             reply.remaps.add(block_index=remap.index, from_block=remap.old_block, to_block=remap.new_block)
+        if sequence.invalid_from is not None:
+            reply.invalid_from_block = sequence.invalid_from
 
-    def _release(self, _lease: Lease, request: cache_pb2.ReleaseRequest, _reply: cache_pb2.ReleaseResponse) -> None:
+    def _rewind(self, lease: Lease, request: cache_pb2.RewindRequest, reply: cache_pb2.RewindResponse) -> None:
+        held = self._find(lease, request.handle)
+        fence = self._steps.fence(held, lease, _after_step(request))
+        reply.num_tokens = self._cache.rewind(held.sequence, request.to_tokens, after_step=fence).num_tokens
+        reply.num_blocks = held.sequence.num_blocks
+
+    def _fork(self, lease: Lease, request: cache_pb2.ForkRequest, reply: cache_pb2.ForkResponse) -> None:
+        source = self._find(lease, request.handle)
+        self._handles.check_room(lease, request.num_forks)
+        forked = self._cache.fork(source.sequence, request.num_forks)
+        for sequence_id in forked.handles:
+            held = self._handles.add(self._cache.sequence(sequence_id), lease)
+            held.workers = source.workers
+            reply.forks.add(
+                handle=held.handle,
+                block_table=held.sequence.packed_block_table,
+                committed_tokens=held.sequence.committed_tokens,
+            )
+        _add_copies(reply.copies, forked.copies)
+
+    def _invalidate(
+        self, lease: Lease, request: cache_pb2.InvalidateRequest, reply: cache_pb2.InvalidateResponse
+    ) -> None:
+        removed = self._cache.invalidate(self._find(lease, request.handle).sequence, request.block_index)
+        reply.removed_blocks = removed.removed_blocks
+        reply.freed_blocks = removed.freed_blocks
+        reply.num_holders = len(removed.holders)
+
+    def _release(self, lease: Lease, request: cache_pb2.ReleaseRequest, _reply: cache_pb2.ReleaseResponse) -> None:
         held = self._handles.get(request.handle)
-        self._cache.release(held.sequence)
+        self._cache.release(held.sequence, after_step=self._steps.fence(held, lease, _after_step(request)))
         self._handles.remove(held)
+
+
+def _add_copies(messages: Any, copies: Iterable[CopyOrder]) -> None:
+    for copy in copies:
+        messages.add(from_block=copy.src, to_block=copy.dst, num_tokens=copy.num_tokens)
+
+
+def _after_step(request: cache_pb2.RewindRequest | cache_pb2.ReleaseRequest) -> int | None:
+    return request.after_step if request.HasField("after_step") else None
+
+
+def _in_flight_mode(mode: int) -> Literal["ignore", "wait"]:
+    if mode == cache_pb2.IN_FLIGHT_MODE_UNSPECIFIED:
+        return "ignore"
+    if mode == cache_pb2.IN_FLIGHT_MODE_WAIT:
+        return "wait"
+    raise ValueError(f"in_flight must be one of {', '.join(cache_pb2.InFlightMode.keys())}, got {mode}")
 
 
 def _namespace(request: cache_pb2.AcquireRequest | cache_pb2.MatchRequest) -> Namespace:

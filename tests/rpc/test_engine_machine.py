@@ -55,7 +55,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def heartbeat(self, client: bytes) -> None:
         alive = self.is_alive(client)
         try:
-            self.engine.renew(self.header(client))
+            self.engine.renew(cache_pb2.HeartbeatRequest(header=self.header(client)))
         except Fenced:
             assert not alive
         else:

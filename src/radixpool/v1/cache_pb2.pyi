@@ -30,18 +30,40 @@ class _ClientRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ClientRole
     CLIENT_ROLE_UNSPECIFIED: _ClientRole.ValueType  # 0
     CLIENT_ROLE_FRONTEND: _ClientRole.ValueType  # 1
     CLIENT_ROLE_WORKER: _ClientRole.ValueType  # 2
+    """CLIENT_ROLE_WORKER runs GPU steps: its StepReports say which blocks may still be touched."""
     CLIENT_ROLE_POOL_HOLDER: _ClientRole.ValueType  # 3
     CLIENT_ROLE_OPERATOR: _ClientRole.ValueType  # 4
 
 class ClientRole(_ClientRole, metaclass=_ClientRoleEnumTypeWrapper):
-    """ClientRole says what a client is for. It decides nothing; it is shown to operators."""
+    """ClientRole says what a client is for."""
 
 CLIENT_ROLE_UNSPECIFIED: ClientRole.ValueType  # 0
 CLIENT_ROLE_FRONTEND: ClientRole.ValueType  # 1
 CLIENT_ROLE_WORKER: ClientRole.ValueType  # 2
+"""CLIENT_ROLE_WORKER runs GPU steps: its StepReports say which blocks may still be touched."""
 CLIENT_ROLE_POOL_HOLDER: ClientRole.ValueType  # 3
 CLIENT_ROLE_OPERATOR: ClientRole.ValueType  # 4
 Global___ClientRole: _TypeAlias = ClientRole  # noqa: Y015
+
+class _InFlightMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _InFlightModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InFlightMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IN_FLIGHT_MODE_UNSPECIFIED: _InFlightMode.ValueType  # 0
+    """IN_FLIGHT_MODE_UNSPECIFIED goes ahead and computes it too."""
+    IN_FLIGHT_MODE_WAIT: _InFlightMode.ValueType  # 1
+    """IN_FLIGHT_MODE_WAIT answers with pending instead and holds nothing."""
+
+class InFlightMode(_InFlightMode, metaclass=_InFlightModeEnumTypeWrapper):
+    """InFlightMode says what to do when another sequence is computing more of the wanted prefix just now."""
+
+IN_FLIGHT_MODE_UNSPECIFIED: InFlightMode.ValueType  # 0
+"""IN_FLIGHT_MODE_UNSPECIFIED goes ahead and computes it too."""
+IN_FLIGHT_MODE_WAIT: InFlightMode.ValueType  # 1
+"""IN_FLIGHT_MODE_WAIT answers with pending instead and holds nothing."""
+Global___InFlightMode: _TypeAlias = InFlightMode  # noqa: Y015
 
 @_typing.final
 class GetInfoRequest(_message.Message):
@@ -113,25 +135,88 @@ class RegisterClientRequest(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     client_id: _builtins.bytes
     """client_id is 16 random bytes that the client chose and keeps secret for its life."""
     name: _builtins.str
     """name is shown to operators, at most 128 bytes."""
     role: Global___ClientRole.ValueType
+    @_builtins.property
+    def process(self) -> Global___ProcessIdentity:
+        """process lets a manager on the same machine see that the client is dead. Unset where that is not wanted."""
+
     def __init__(
         self,
         *,
         client_id: _builtins.bytes = ...,
         name: _builtins.str = ...,
         role: Global___ClientRole.ValueType = ...,
+        process: Global___ProcessIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "name", b"name", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "name", b"name", "process", b"process", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterClientRequest: _TypeAlias = RegisterClientRequest  # noqa: Y015
+
+@_typing.final
+class ProcessIdentity(_message.Message):
+    """ProcessIdentity names a process of one machine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    namespace: _builtins.int
+    """namespace is the inode of the pid namespace (/proc/self/ns/pid) that pid counts in."""
+    boot_id: _builtins.str
+    """boot_id is /proc/sys/kernel/random/boot_id."""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        namespace: _builtins.int = ...,
+        boot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "namespace", b"namespace", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessIdentity: _TypeAlias = ProcessIdentity  # noqa: Y015
+
+@_typing.final
+class StepReport(_message.Message):
+    """StepReport says which GPU steps of a worker are over and which begins next. A worker launches a step only after a
+    batch that reported it as launched and named every sequence of the step, so that it has heard which are gone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETED_STEP_FIELD_NUMBER: _builtins.int
+    LAUNCHED_STEP_FIELD_NUMBER: _builtins.int
+    completed_step: _builtins.int
+    """completed_step: this step and all before it are over. Steps count from 1."""
+    launched_step: _builtins.int
+    """launched_step: no step after this one begins before the next report. Equal to completed_step when idle."""
+    def __init__(
+        self,
+        *,
+        completed_step: _builtins.int = ...,
+        launched_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_step", b"completed_step", "launched_step", b"launched_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 
 @_typing.final
 class RegisterClientResponse(_message.Message):
@@ -166,16 +251,22 @@ class HeartbeatRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader: ...
+    @_builtins.property
+    def steps(self) -> Global___StepReport:
+        """steps is for workers that have something to report and no batch to send."""
+
     def __init__(
         self,
         *,
         header: _common_pb2.RequestHeader | None = ...,
+        steps: Global___StepReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -306,6 +397,9 @@ class AcquireRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
     MAX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """tokens is the prompt, packed little-endian uint32, at least one token."""
     reserve: _builtins.int
@@ -314,10 +408,17 @@ class AcquireRequest(_message.Message):
     """max_hit_tokens limits the cached prefix that is used; unset means all but the last token, whose logits the
     caller needs.
     """
+    partial: _builtins.bool
+    """partial also uses the beginning of a block that differs later, by a copy order."""
+    in_flight: Global___InFlightMode.ValueType
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader: ...
     @_builtins.property
     def namespace(self) -> _common_pb2.Namespace: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
+        """media are the contents that placeholder tokens stand for, in order; they are part of what must be equal."""
+
     def __init__(
         self,
         *,
@@ -326,16 +427,99 @@ class AcquireRequest(_message.Message):
         namespace: _common_pb2.Namespace | None = ...,
         reserve: _builtins.int = ...,
         max_hit_tokens: _builtins.int | None = ...,
+        media: _abc.Iterable[Global___MediaSpan] | None = ...,
+        partial: _builtins.bool = ...,
+        in_flight: Global___InFlightMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_hit_tokens", b"_max_hit_tokens", "header", b"header", "max_hit_tokens", b"max_hit_tokens", "namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_hit_tokens", b"_max_hit_tokens", "header", b"header", "max_hit_tokens", b"max_hit_tokens", "namespace", b"namespace", "reserve", b"reserve", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_hit_tokens", b"_max_hit_tokens", "header", b"header", "in_flight", b"in_flight", "max_hit_tokens", b"max_hit_tokens", "media", b"media", "namespace", b"namespace", "partial", b"partial", "reserve", b"reserve", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_hit_tokens: _TypeAlias = _typing.Literal["max_hit_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_hit_tokens: _TypeAlias = _typing.Literal["_max_hit_tokens", b"_max_hit_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_hit_tokens) -> _WhichOneofReturnType__max_hit_tokens | None: ...
 
 Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
+
+@_typing.final
+class MediaSpan(_message.Message):
+    """MediaSpan: the placeholder tokens [start, start + length) stand for the content with this digest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    length: _builtins.int
+    digest: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        length: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "length", b"length", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaSpan: _TypeAlias = MediaSpan  # noqa: Y015
+
+@_typing.final
+class CopyOrder(_message.Message):
+    """CopyOrder: copy the KV of the first num_tokens tokens of one block to another, before the next write to either."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_BLOCK_FIELD_NUMBER: _builtins.int
+    TO_BLOCK_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    from_block: _builtins.int
+    to_block: _builtins.int
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        from_block: _builtins.int = ...,
+        to_block: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_block", b"from_block", "num_tokens", b"num_tokens", "to_block", b"to_block"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyOrder: _TypeAlias = CopyOrder  # noqa: Y015
+
+@_typing.final
+class PendingPrefix(_message.Message):
+    """PendingPrefix says that the acquire should be repeated when the one who computes has committed or released."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    AVAILABLE_TOKENS_FIELD_NUMBER: _builtins.int
+    cached_tokens: _builtins.int
+    """cached_tokens are cached already."""
+    available_tokens: _builtins.int
+    """available_tokens will be cached when everything under way that the request shares is committed."""
+    def __init__(
+        self,
+        *,
+        cached_tokens: _builtins.int = ...,
+        available_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_tokens", b"available_tokens", "cached_tokens", b"cached_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PendingPrefix: _TypeAlias = PendingPrefix  # noqa: Y015
 
 @_typing.final
 class AcquireResponse(_message.Message):
@@ -345,6 +529,8 @@ class AcquireResponse(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_TABLE_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
     """handle names the sequence from now on: 16 bytes."""
     cached_tokens: _builtins.int
@@ -353,6 +539,14 @@ class AcquireResponse(_message.Message):
     """block_table is packed little-endian int32: the physical block of each logical block, reserve included."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___CopyOrder]:
+        """copies must run before anything is written to the sequence's blocks."""
+
+    @_builtins.property
+    def pending(self) -> Global___PendingPrefix:
+        """pending is set instead of everything else when the request asked to wait."""
+
     def __init__(
         self,
         *,
@@ -360,10 +554,12 @@ class AcquireResponse(_message.Message):
         handle: _builtins.bytes = ...,
         cached_tokens: _builtins.int = ...,
         block_table: _builtins.bytes = ...,
+        copies: _abc.Iterable[Global___CopyOrder] | None = ...,
+        pending: Global___PendingPrefix | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "pending", b"pending"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_tokens", b"cached_tokens", "handle", b"handle", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_tokens", b"cached_tokens", "copies", b"copies", "handle", b"handle", "header", b"header", "pending", b"pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -403,10 +599,13 @@ class ExtendResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     APPENDED_BLOCKS_FIELD_NUMBER: _builtins.int
+    INVALID_FROM_BLOCK_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """num_tokens is the length of the sequence now."""
     appended_blocks: _builtins.bytes
     """appended_blocks is packed little-endian int32: what was added at the end of the block table."""
+    invalid_from_block: _builtins.int
+    """invalid_from_block is the first block of the table whose data was declared bad; unset while all is well."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     def __init__(
@@ -415,12 +614,15 @@ class ExtendResponse(_message.Message):
         header: _common_pb2.ResponseHeader | None = ...,
         num_tokens: _builtins.int = ...,
         appended_blocks: _builtins.bytes = ...,
+        invalid_from_block: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block", "header", b"header", "invalid_from_block", b"invalid_from_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_blocks", b"appended_blocks", "header", b"header", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block", "appended_blocks", b"appended_blocks", "header", b"header", "invalid_from_block", b"invalid_from_block", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__invalid_from_block: _TypeAlias = _typing.Literal["invalid_from_block"]  # noqa: Y015
+    _WhichOneofArgType__invalid_from_block: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__invalid_from_block) -> _WhichOneofReturnType__invalid_from_block | None: ...
 
 Global___ExtendResponse: _TypeAlias = ExtendResponse  # noqa: Y015
 
@@ -539,8 +741,11 @@ class CommitResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     REMAPS_FIELD_NUMBER: _builtins.int
+    INVALID_FROM_BLOCK_FIELD_NUMBER: _builtins.int
     committed_tokens: _builtins.int
     """committed_tokens is how many leading tokens are known to be written; their full blocks are findable."""
+    invalid_from_block: _builtins.int
+    """invalid_from_block is the first block of the table whose data was declared bad; unset while all is well."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     @_builtins.property
@@ -553,22 +758,33 @@ class CommitResponse(_message.Message):
         header: _common_pb2.ResponseHeader | None = ...,
         committed_tokens: _builtins.int = ...,
         remaps: _abc.Iterable[Global___Remap] | None = ...,
+        invalid_from_block: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block", "header", b"header", "invalid_from_block", b"invalid_from_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens", b"committed_tokens", "header", b"header", "remaps", b"remaps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block", "committed_tokens", b"committed_tokens", "header", b"header", "invalid_from_block", b"invalid_from_block", "remaps", b"remaps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__invalid_from_block: _TypeAlias = _typing.Literal["invalid_from_block"]  # noqa: Y015
+    _WhichOneofArgType__invalid_from_block: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__invalid_from_block) -> _WhichOneofReturnType__invalid_from_block | None: ...
 
 Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
 
 @_typing.final
-class ReleaseRequest(_message.Message):
+class RewindRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
+    TO_TOKENS_FIELD_NUMBER: _builtins.int
+    AFTER_STEP_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
+    to_tokens: _builtins.int
+    """to_tokens is the new length, not within the committed full blocks."""
+    after_step: _builtins.int
+    """after_step: the blocks given back may be touched by the calling worker's steps up to this one. Unset means up to
+    the one it has launched.
+    """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader: ...
     def __init__(
@@ -576,12 +792,218 @@ class ReleaseRequest(_message.Message):
         *,
         header: _common_pb2.RequestHeader | None = ...,
         handle: _builtins.bytes = ...,
+        to_tokens: _builtins.int = ...,
+        after_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step", "header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step", "handle", b"handle", "header", b"header", "to_tokens", b"to_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__after_step: _TypeAlias = _typing.Literal["after_step"]  # noqa: Y015
+    _WhichOneofArgType__after_step: _TypeAlias = _typing.Literal["_after_step", b"_after_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after_step) -> _WhichOneofReturnType__after_step | None: ...
+
+Global___RewindRequest: _TypeAlias = RewindRequest  # noqa: Y015
+
+@_typing.final
+class RewindResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    num_blocks: _builtins.int
+    """num_blocks is the length of the block table now; reserved room is gone."""
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        num_tokens: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewindResponse: _TypeAlias = RewindResponse  # noqa: Y015
+
+@_typing.final
+class ForkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    NUM_FORKS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    num_forks: _builtins.int
+    """num_forks is how many new sequences to make, at least 1."""
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        handle: _builtins.bytes = ...,
+        num_forks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "header", b"header", "num_forks", b"num_forks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkRequest: _TypeAlias = ForkRequest  # noqa: Y015
+
+@_typing.final
+class ForkedSequence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    BLOCK_TABLE_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """handle is 16 bytes; the calling client owns the sequence."""
+    block_table: _builtins.bytes
+    """block_table is packed little-endian int32."""
+    committed_tokens: _builtins.int
+    """committed_tokens is how many leading tokens are written or will be by the copy orders."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        block_table: _builtins.bytes = ...,
+        committed_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "committed_tokens", b"committed_tokens", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkedSequence: _TypeAlias = ForkedSequence  # noqa: Y015
+
+@_typing.final
+class ForkResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    FORKS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    @_builtins.property
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForkedSequence]: ...
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___CopyOrder]:
+        """copies must run before the next write to the source or a fork."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        forks: _abc.Iterable[Global___ForkedSequence] | None = ...,
+        copies: _abc.Iterable[Global___CopyOrder] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "forks", b"forks", "header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkResponse: _TypeAlias = ForkResponse  # noqa: Y015
+
+@_typing.final
+class InvalidateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    BLOCK_INDEX_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    block_index: _builtins.int
+    """block_index is a position in the sequence's block table."""
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        handle: _builtins.bytes = ...,
+        block_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_index", b"block_index", "handle", b"handle", "header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InvalidateRequest: _TypeAlias = InvalidateRequest  # noqa: Y015
+
+@_typing.final
+class InvalidateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    REMOVED_BLOCKS_FIELD_NUMBER: _builtins.int
+    FREED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_HOLDERS_FIELD_NUMBER: _builtins.int
+    removed_blocks: _builtins.int
+    """removed_blocks are not findable any more: the bad one and everything below it."""
+    freed_blocks: _builtins.int
+    """freed_blocks are those of them that nobody held."""
+    num_holders: _builtins.int
+    """num_holders is how many live sequences hold a removed block; their next Extend, Commit or GetBlockTables says so."""
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        removed_blocks: _builtins.int = ...,
+        freed_blocks: _builtins.int = ...,
+        num_holders: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_blocks", b"freed_blocks", "header", b"header", "num_holders", b"num_holders", "removed_blocks", b"removed_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InvalidateResponse: _TypeAlias = InvalidateResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    AFTER_STEP_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    after_step: _builtins.int
+    """after_step: the sequence may be touched by the calling worker's steps up to this one. Unset means up to the one it
+    has launched.
+    """
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        handle: _builtins.bytes = ...,
+        after_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step", "header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step", "handle", b"handle", "header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__after_step: _TypeAlias = _typing.Literal["after_step"]  # noqa: Y015
+    _WhichOneofArgType__after_step: _TypeAlias = _typing.Literal["_after_step", b"_after_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after_step) -> _WhichOneofReturnType__after_step | None: ...
 
 Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
 
@@ -607,6 +1029,10 @@ Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 
 @_typing.final
 class GetBlockTablesRequest(_message.Message):
+    """GetBlockTablesRequest of a worker belongs into a Batch or Session: only there does the manager know who will use the
+    blocks.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLES_FIELD_NUMBER: _builtins.int
@@ -636,6 +1062,7 @@ class SequenceView(_message.Message):
     BLOCK_TABLE_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    INVALID_FROM_BLOCK_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
     tokens: _builtins.bytes
     """tokens is packed little-endian uint32."""
@@ -645,6 +1072,8 @@ class SequenceView(_message.Message):
     """cached_tokens is how many leading tokens were cached when the sequence was acquired."""
     committed_tokens: _builtins.int
     """committed_tokens is how many leading tokens are known to be written; their full blocks are findable."""
+    invalid_from_block: _builtins.int
+    """invalid_from_block is the first block of the table whose data was declared bad; unset while all is well."""
     def __init__(
         self,
         *,
@@ -653,12 +1082,15 @@ class SequenceView(_message.Message):
         block_table: _builtins.bytes = ...,
         cached_tokens: _builtins.int = ...,
         committed_tokens: _builtins.int = ...,
+        invalid_from_block: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block", "invalid_from_block", b"invalid_from_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "handle", b"handle", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block", "block_table", b"block_table", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "handle", b"handle", "invalid_from_block", b"invalid_from_block", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__invalid_from_block: _TypeAlias = _typing.Literal["invalid_from_block"]  # noqa: Y015
+    _WhichOneofArgType__invalid_from_block: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__invalid_from_block) -> _WhichOneofReturnType__invalid_from_block | None: ...
 
 Global___SequenceView: _TypeAlias = SequenceView  # noqa: Y015
 
@@ -729,6 +1161,9 @@ class Operation(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     GET_BLOCK_TABLES_FIELD_NUMBER: _builtins.int
+    REWIND_FIELD_NUMBER: _builtins.int
+    FORK_FIELD_NUMBER: _builtins.int
+    INVALIDATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def match(self) -> Global___MatchRequest: ...
     @_builtins.property
@@ -743,6 +1178,12 @@ class Operation(_message.Message):
     def release(self) -> Global___ReleaseRequest: ...
     @_builtins.property
     def get_block_tables(self) -> Global___GetBlockTablesRequest: ...
+    @_builtins.property
+    def rewind(self) -> Global___RewindRequest: ...
+    @_builtins.property
+    def fork(self) -> Global___ForkRequest: ...
+    @_builtins.property
+    def invalidate(self) -> Global___InvalidateRequest: ...
     def __init__(
         self,
         *,
@@ -753,12 +1194,15 @@ class Operation(_message.Message):
         commit: Global___CommitRequest | None = ...,
         release: Global___ReleaseRequest | None = ...,
         get_block_tables: Global___GetBlockTablesRequest | None = ...,
+        rewind: Global___RewindRequest | None = ...,
+        fork: Global___ForkRequest | None = ...,
+        invalidate: Global___InvalidateRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "commit", b"commit", "extend", b"extend", "get_block_tables", b"get_block_tables", "match", b"match", "operation", b"operation", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "commit", b"commit", "extend", b"extend", "fork", b"fork", "get_block_tables", b"get_block_tables", "invalidate", b"invalidate", "match", b"match", "operation", b"operation", "release", b"release", "reserve", b"reserve", "rewind", b"rewind"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "commit", b"commit", "extend", b"extend", "get_block_tables", b"get_block_tables", "match", b"match", "operation", b"operation", "release", b"release", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "commit", b"commit", "extend", b"extend", "fork", b"fork", "get_block_tables", b"get_block_tables", "invalidate", b"invalidate", "match", b"match", "operation", b"operation", "release", b"release", "reserve", b"reserve", "rewind", b"rewind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["match", "acquire", "extend", "reserve", "commit", "release", "get_block_tables"]  # noqa: Y015
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["match", "acquire", "extend", "reserve", "commit", "release", "get_block_tables", "rewind", "fork", "invalidate"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
 
@@ -777,6 +1221,9 @@ class OperationResult(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     GET_BLOCK_TABLES_FIELD_NUMBER: _builtins.int
+    REWIND_FIELD_NUMBER: _builtins.int
+    FORK_FIELD_NUMBER: _builtins.int
+    INVALIDATE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def match(self) -> Global___MatchResponse: ...
@@ -793,6 +1240,12 @@ class OperationResult(_message.Message):
     @_builtins.property
     def get_block_tables(self) -> Global___GetBlockTablesResponse: ...
     @_builtins.property
+    def rewind(self) -> Global___RewindResponse: ...
+    @_builtins.property
+    def fork(self) -> Global___ForkResponse: ...
+    @_builtins.property
+    def invalidate(self) -> Global___InvalidateResponse: ...
+    @_builtins.property
     def error(self) -> _status_pb2.Status:
         """error is what the operation alone would have failed with."""
 
@@ -806,13 +1259,16 @@ class OperationResult(_message.Message):
         commit: Global___CommitResponse | None = ...,
         release: Global___ReleaseResponse | None = ...,
         get_block_tables: Global___GetBlockTablesResponse | None = ...,
+        rewind: Global___RewindResponse | None = ...,
+        fork: Global___ForkResponse | None = ...,
+        invalidate: Global___InvalidateResponse | None = ...,
         error: _status_pb2.Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "commit", b"commit", "error", b"error", "extend", b"extend", "get_block_tables", b"get_block_tables", "match", b"match", "release", b"release", "reserve", b"reserve", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "commit", b"commit", "error", b"error", "extend", b"extend", "fork", b"fork", "get_block_tables", b"get_block_tables", "invalidate", b"invalidate", "match", b"match", "release", b"release", "reserve", b"reserve", "result", b"result", "rewind", b"rewind"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "commit", b"commit", "error", b"error", "extend", b"extend", "get_block_tables", b"get_block_tables", "match", b"match", "release", b"release", "reserve", b"reserve", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "commit", b"commit", "error", b"error", "extend", b"extend", "fork", b"fork", "get_block_tables", b"get_block_tables", "invalidate", b"invalidate", "match", b"match", "release", b"release", "reserve", b"reserve", "result", b"result", "rewind", b"rewind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["match", "acquire", "extend", "reserve", "commit", "release", "get_block_tables", "error"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["match", "acquire", "extend", "reserve", "commit", "release", "get_block_tables", "rewind", "fork", "invalidate", "error"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
@@ -824,21 +1280,27 @@ class BatchRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader: ...
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
         """operations run in order, at most max_batch_operations of GetInfo."""
 
+    @_builtins.property
+    def steps(self) -> Global___StepReport:
+        """steps is for workers: what is over counts before the operations, what is launched after them."""
+
     def __init__(
         self,
         *,
         header: _common_pb2.RequestHeader | None = ...,
         operations: _abc.Iterable[Global___Operation] | None = ...,
+        steps: Global___StepReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "operations", b"operations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "operations", b"operations", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -876,21 +1338,27 @@ class SessionRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader: ...
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Operation]:
         """operations run in order, at most max_batch_operations of GetInfo."""
 
+    @_builtins.property
+    def steps(self) -> Global___StepReport:
+        """steps is for workers: what is over counts before the operations, what is launched after them."""
+
     def __init__(
         self,
         *,
         header: _common_pb2.RequestHeader | None = ...,
         operations: _abc.Iterable[Global___Operation] | None = ...,
+        steps: Global___StepReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "operations", b"operations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "operations", b"operations", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -83,6 +83,21 @@ class CacheServiceStub:
                 request_serializer=radixpool_dot_v1_dot_cache__pb2.CommitRequest.SerializeToString,
                 response_deserializer=radixpool_dot_v1_dot_cache__pb2.CommitResponse.FromString,
                 _registered_method=True)
+        self.Rewind = channel.unary_unary(
+                '/radixpool.v1.CacheService/Rewind',
+                request_serializer=radixpool_dot_v1_dot_cache__pb2.RewindRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_cache__pb2.RewindResponse.FromString,
+                _registered_method=True)
+        self.Fork = channel.unary_unary(
+                '/radixpool.v1.CacheService/Fork',
+                request_serializer=radixpool_dot_v1_dot_cache__pb2.ForkRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_cache__pb2.ForkResponse.FromString,
+                _registered_method=True)
+        self.Invalidate = channel.unary_unary(
+                '/radixpool.v1.CacheService/Invalidate',
+                request_serializer=radixpool_dot_v1_dot_cache__pb2.InvalidateRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_cache__pb2.InvalidateResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/radixpool.v1.CacheService/Release',
                 request_serializer=radixpool_dot_v1_dot_cache__pb2.ReleaseRequest.SerializeToString,
@@ -179,8 +194,29 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rewind(self, request, context):
+        """Rewind forgets the tokens from a position on: drafts that were not accepted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fork(self, request, context):
+        """Fork makes sequences that go on from where another one is, sharing its committed full blocks, all or nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Invalidate(self, request, context):
+        """Invalidate declares that the data of a block is bad: it and everything below it is not findable any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
-        """Release ends a sequence. What was committed stays cached; the rest is free again.
+        """Release ends a sequence. What was committed stays cached; the rest is free once no GPU step can touch it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -255,6 +291,21 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=radixpool_dot_v1_dot_cache__pb2.CommitRequest.FromString,
                     response_serializer=radixpool_dot_v1_dot_cache__pb2.CommitResponse.SerializeToString,
+            ),
+            'Rewind': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rewind,
+                    request_deserializer=radixpool_dot_v1_dot_cache__pb2.RewindRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_cache__pb2.RewindResponse.SerializeToString,
+            ),
+            'Fork': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fork,
+                    request_deserializer=radixpool_dot_v1_dot_cache__pb2.ForkRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_cache__pb2.ForkResponse.SerializeToString,
+            ),
+            'Invalidate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Invalidate,
+                    request_deserializer=radixpool_dot_v1_dot_cache__pb2.InvalidateRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_cache__pb2.InvalidateResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -524,6 +575,87 @@ class CacheService:
             '/radixpool.v1.CacheService/Commit',
             radixpool_dot_v1_dot_cache__pb2.CommitRequest.SerializeToString,
             radixpool_dot_v1_dot_cache__pb2.CommitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rewind(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.CacheService/Rewind',
+            radixpool_dot_v1_dot_cache__pb2.RewindRequest.SerializeToString,
+            radixpool_dot_v1_dot_cache__pb2.RewindResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.CacheService/Fork',
+            radixpool_dot_v1_dot_cache__pb2.ForkRequest.SerializeToString,
+            radixpool_dot_v1_dot_cache__pb2.ForkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Invalidate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.CacheService/Invalidate',
+            radixpool_dot_v1_dot_cache__pb2.InvalidateRequest.SerializeToString,
+            radixpool_dot_v1_dot_cache__pb2.InvalidateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,8 +63,14 @@ class CacheServiceStub:
     """Commit makes full blocks findable whose KV has been written. Content that another sequence committed first is
     remapped to the existing blocks.
     """
+    Rewind: _grpc.UnaryUnaryMultiCallable[_cache_pb2.RewindRequest, _cache_pb2.RewindResponse]
+    """Rewind forgets the tokens from a position on: drafts that were not accepted."""
+    Fork: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ForkRequest, _cache_pb2.ForkResponse]
+    """Fork makes sequences that go on from where another one is, sharing its committed full blocks, all or nothing."""
+    Invalidate: _grpc.UnaryUnaryMultiCallable[_cache_pb2.InvalidateRequest, _cache_pb2.InvalidateResponse]
+    """Invalidate declares that the data of a block is bad: it and everything below it is not findable any more."""
     Release: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ReleaseRequest, _cache_pb2.ReleaseResponse]
-    """Release ends a sequence. What was committed stays cached; the rest is free again."""
+    """Release ends a sequence. What was committed stays cached; the rest is free once no GPU step can touch it."""
     GetBlockTables: _grpc.UnaryUnaryMultiCallable[_cache_pb2.GetBlockTablesRequest, _cache_pb2.GetBlockTablesResponse]
     """GetBlockTables returns tokens and block tables of sequences that anybody acquired. Reads only."""
     Batch: _grpc.UnaryUnaryMultiCallable[_cache_pb2.BatchRequest, _cache_pb2.BatchResponse]
@@ -109,8 +115,14 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Commit makes full blocks findable whose KV has been written. Content that another sequence committed first is
     remapped to the existing blocks.
     """
+    Rewind: _aio.UnaryUnaryMultiCallable[_cache_pb2.RewindRequest, _cache_pb2.RewindResponse]  # type: ignore[assignment]
+    """Rewind forgets the tokens from a position on: drafts that were not accepted."""
+    Fork: _aio.UnaryUnaryMultiCallable[_cache_pb2.ForkRequest, _cache_pb2.ForkResponse]  # type: ignore[assignment]
+    """Fork makes sequences that go on from where another one is, sharing its committed full blocks, all or nothing."""
+    Invalidate: _aio.UnaryUnaryMultiCallable[_cache_pb2.InvalidateRequest, _cache_pb2.InvalidateResponse]  # type: ignore[assignment]
+    """Invalidate declares that the data of a block is bad: it and everything below it is not findable any more."""
     Release: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReleaseRequest, _cache_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Release ends a sequence. What was committed stays cached; the rest is free again."""
+    """Release ends a sequence. What was committed stays cached; the rest is free once no GPU step can touch it."""
     GetBlockTables: _aio.UnaryUnaryMultiCallable[_cache_pb2.GetBlockTablesRequest, _cache_pb2.GetBlockTablesResponse]  # type: ignore[assignment]
     """GetBlockTables returns tokens and block tables of sequences that anybody acquired. Reads only."""
     Batch: _aio.UnaryUnaryMultiCallable[_cache_pb2.BatchRequest, _cache_pb2.BatchResponse]  # type: ignore[assignment]
@@ -208,12 +220,36 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def Rewind(
+        self,
+        request: _cache_pb2.RewindRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.RewindResponse, _abc.Awaitable[_cache_pb2.RewindResponse]]:
+        """Rewind forgets the tokens from a position on: drafts that were not accepted."""
+
+    @_abc_1.abstractmethod
+    def Fork(
+        self,
+        request: _cache_pb2.ForkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.ForkResponse, _abc.Awaitable[_cache_pb2.ForkResponse]]:
+        """Fork makes sequences that go on from where another one is, sharing its committed full blocks, all or nothing."""
+
+    @_abc_1.abstractmethod
+    def Invalidate(
+        self,
+        request: _cache_pb2.InvalidateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.InvalidateResponse, _abc.Awaitable[_cache_pb2.InvalidateResponse]]:
+        """Invalidate declares that the data of a block is bad: it and everything below it is not findable any more."""
+
+    @_abc_1.abstractmethod
     def Release(
         self,
         request: _cache_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.ReleaseResponse, _abc.Awaitable[_cache_pb2.ReleaseResponse]]:
-        """Release ends a sequence. What was committed stays cached; the rest is free again."""
+        """Release ends a sequence. What was committed stays cached; the rest is free once no GPU step can touch it."""
 
     @_abc_1.abstractmethod
     def GetBlockTables(

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixpool.rpc.client import Client, ClientOptions, ClientRole
-from radixpool.rpc.errors import Fenced, ManagerUnavailable, PoolMismatch
+from radixpool.rpc.client.retry import NO_RETRY
+from radixpool.rpc.errors import ManagerUnavailable, PoolMismatch
+from radixpool.rpc.operations import ServiceInfo
 from radixpool.rpc.pool.holder import PoolHolder
 from radixpool.rpc.pool_types import PoolSpec
 
@@ -61,14 +63,15 @@ class HolderProcess:
                 client.register_pool(holder.describe())
                 on_ready(holder)
                 while not self._stop.wait(_CHECK_INTERVAL_S):
-                    client = self._keep_registered(client, holder)
+                    self._keep_registered(client, holder)
         finally:
             client.close()
 
     def _connect(self) -> Client:
         """Wait for the manager and return a client of it."""
+        options = ClientOptions(name=self._options.name, role=ClientRole.POOL_HOLDER, retry=NO_RETRY)
+        client = Client(self._options.manager, options=options)
         attempts = int(self._options.connect_timeout_s / _CONNECT_INTERVAL_S)
-        client = self._new_client()
         for attempt in range(attempts + 1):
             try:
                 client.info()
@@ -80,30 +83,23 @@ class HolderProcess:
                 break
         return client
 
-    def _keep_registered(self, client: Client, holder: PoolHolder) -> Client:
-        """Register again where the manager has forgotten the pool; return the client to go on with."""
+    def _keep_registered(self, client: Client, holder: PoolHolder) -> None:
+        """Register again where the manager has forgotten the pool. A manager that does not answer is waited for."""
         pool = holder.describe()
         try:
             registered = client.get_pool()
-            if registered is not None and registered.pool_id == pool.pool_id:
-                return client
-            if registered is not None:
+            if registered is None:
+                self._require_same_sizes(client.info(), pool.spec)
+                client.register_pool(pool)
+                log.info("registered the pool again")
+            elif registered.pool_id != pool.pool_id:
                 raise PoolMismatch("pool_id: the manager has the pool of another holder now")
-            info = client.info()
-            if (info.num_blocks, info.block_size) != (pool.spec.num_blocks, pool.spec.block_size):
-                raise PoolMismatch(
-                    f"the manager has num_blocks {info.num_blocks} and block_size {info.block_size} now, "
-                    f"the pool was made for {pool.spec.num_blocks} and {pool.spec.block_size}"
-                )
-            client.close()
-            client = self._new_client()
-            client.register_pool(pool)
-            log.info("registered the pool again")
-        except (ManagerUnavailable, Fenced) as error:
+        except ManagerUnavailable as error:
             log.debug("the pool is not registered: %s", error)
-        return client
 
-    def _new_client(self) -> Client:
-        return Client(
-            self._options.manager, options=ClientOptions(name=self._options.name, role=ClientRole.POOL_HOLDER)
-        )
+    def _require_same_sizes(self, info: ServiceInfo, spec: PoolSpec) -> None:
+        if (info.num_blocks, info.block_size) != (spec.num_blocks, spec.block_size):
+            raise PoolMismatch(
+                f"the manager has num_blocks {info.num_blocks} and block_size {info.block_size} now, "
+                f"the pool was made for {spec.num_blocks} and {spec.block_size}"
+            )

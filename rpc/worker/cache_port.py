@@ -95,6 +95,8 @@ class LocalPort:
                 return Matched(self._cache.match(tokens, namespace=namespace).tokens)
             case GetBlockTables(handles):
                 return BlockTables(tuple(self._view(handle) for handle in handles))
+            case _:
+                raise TypeError(f"{type(operation).__name__} is no operation of an engine")
 
     def _sequence(self, handle: bytes) -> CacheSequence:
         if handle not in self._sequences:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Sequence
 
 from radixpool.radix.errors import RadixPoolError
+from radixpool.rpc import limits
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import Client, ClientOptions, ClientRole, Session
+from radixpool.rpc.client.retry import RetryOptions
 from radixpool.rpc.errors import Fenced, ManagerUnavailable, PoolUnavailable
 from radixpool.rpc.pool.attach import attach
 from radixpool.rpc.pool.geometry import require_complete
@@ -23,6 +26,7 @@ from radixpool.rpc.worker.model_source import ModelSource, pool_spec_for
 log = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S = 0.2
+_RETRY = RetryOptions(total_s=1.0)
 _NOT_YET = (ManagerUnavailable, PoolUnavailable, Fenced, DescriptorRefused)
 """What passes when manager and pool holder have (re)started."""
 
@@ -43,6 +47,7 @@ class ManagerLink:
         self._stop = stop
         self._client: Client | None = None
         self._session: Session | None = None
+        self._client_id = secrets.token_bytes(limits.CLIENT_ID_BYTES)
         self.pool_id = b""
 
     def connect(self, timeout_s: float | None = None) -> None:
@@ -80,7 +85,9 @@ class ManagerLink:
             self._client = None
 
     def _connect_once(self) -> None:
-        options = ClientOptions(name=self._name, role=ClientRole.WORKER)
+        # One id for the life of the process. To register it anew is to say that no step of the former epoch runs any
+        # more, and so it is: the steps run in this thread.
+        options = ClientOptions(name=self._name, role=ClientRole.WORKER, client_id=self._client_id, retry=_RETRY)
         self._client = client = Client(self._address, options=options)
         info = client.info()
         wanted = pool_spec_for(self._source, num_blocks=info.num_blocks, block_size=info.block_size, dtype=None)

@@ -145,3 +145,28 @@ def answer_of() -> type[Answer]:
 @pytest.fixture
 def expected_tokens():
     return continuation
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A directory with a random Llama of two layers, as `save_pretrained` writes it."""
+    torch = pytest.importorskip("torch", reason="needs the worker extra")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.3,  # wide, so that the most likely token is rarely a close call
+    )
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory

@@ -1,0 +1,212 @@
+"""A small random Llama over the pool: the tokens of plain `generate`, however the work is cut and shared."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from radixpool.radix import Namespace, RadixCache
+from radixpool.rpc.errors import PoolMismatch
+from radixpool.rpc.generation import SamplingParams
+from radixpool.rpc.pool.tensors import private_pool
+from radixpool.rpc.pool_types import KvDtype
+from radixpool.rpc.worker.cache_port import LocalPort
+from radixpool.rpc.worker.engine import Engine
+from radixpool.rpc.worker.limits import EngineLimits
+from radixpool.rpc.worker.model import ModelRunner, end_of_sequence_ids, load_model, rows_for_stable_sums
+from radixpool.rpc.worker.model_source import ModelUnavailable, find_model, pool_spec_for
+from radixpool.rpc.worker.requests import GenerateCall, PromptSource
+from radixpool.rpc.worker.step import OutOfMemory
+
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def source(tiny_model):
+    return find_model(str(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def model(source):
+    return load_model(source)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model):
+    """The same weights, run by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+    def generate(prompt):
+        with torch.inference_mode():
+            ids = torch.tensor([prompt])
+            out = plain.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+        return out[0, len(prompt) :].tolist()
+
+    return generate
+
+
+class System:
+    """An engine with the real model and a cache of this process."""
+
+    def __init__(self, source, model, *, num_blocks=128, dtype=KvDtype.FLOAT32, **limits):
+        spec = pool_spec_for(source, num_blocks=num_blocks, block_size=8, dtype=dtype)
+        self.cache = RadixCache(num_blocks=num_blocks, block_size=8)
+        self.runner = ModelRunner(model, private_pool(spec))
+        sizes = {"context_tokens": source.context_tokens, "vocab_size": source.vocab_size} | limits
+        self.engine = Engine(
+            LocalPort(self.cache), self.runner, limits=EngineLimits(num_blocks=num_blocks, block_size=8, **sizes)
+        )
+
+    def run(self, prompts, *, salts=None, sampling=None):
+        sampling = sampling or SamplingParams(max_new_tokens=NEW_TOKENS)
+        calls = []
+        for prompt, salt in zip(prompts, salts or itertools.repeat(""), strict=False):
+            tokens = torch.tensor(prompt, dtype=torch.int64).numpy().astype("uint32")
+            calls.append(GenerateCall(PromptSource(tokens, Namespace(cache_salt=salt)), sampling))
+            self.engine.submit(calls[-1])
+        while self.engine.status().running_sequences + self.engine.status().waiting_sequences:
+            self.engine.step()
+            self.engine.check()
+        return calls
+
+
+def prompts_with_shared_prefixes(seed=0, count=6):
+    draw = random.Random(seed)
+    system = [draw.randrange(3, 290) for _ in range(37)]
+    return [
+        system[: draw.choice((37, 20))] + [draw.randrange(3, 290) for _ in range(draw.randrange(1, 40))]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("token_budget", [1, 7, 64, 512])
+def test_equal_to_generate_however_it_is_cut(source, model, reference, answer_of, token_budget):
+    prompts = prompts_with_shared_prefixes()
+    system = System(source, model, token_budget=token_budget)
+    first = [answer_of(call) for call in system.run(prompts)]
+    again = [answer_of(call) for call in system.run(prompts)]
+    expected = [reference(prompt) for prompt in prompts]
+    assert [answer.tokens for answer in first] == expected
+    assert [answer.tokens for answer in again] == expected
+    assert all(answer.started.cached_tokens >= len(p) - 8 for answer, p in zip(again, prompts, strict=True))
+
+
+def test_equal_with_and_without_sharing_over_many_prompts(source, model, answer_of):
+    prompts = [prompt for seed in range(8) for prompt in prompts_with_shared_prefixes(seed, 4)]
+    shared = System(source, model, num_blocks=60, reserve_tokens=0, token_budget=50)  # small: evicts and preempts
+    with_sharing = [answer_of(call).tokens for call in shared.run(prompts)]
+    alone = System(source, model, token_budget=512)
+    without = [answer_of(alone.run([prompt], salts=[str(n)])[0]).tokens for n, prompt in enumerate(prompts)]
+    assert with_sharing == without
+    assert shared.cache.stats().evicted_blocks > 0
+    assert shared.cache.stats().held_blocks == 0
+
+
+def test_logits_do_not_depend_on_the_rest_of_the_batch(source, model):
+    """Linear layers are exact in this respect; attention sums in another order, within rounding."""
+    captured = []
+    system = System(source, model, token_budget=512)
+    logits_of = system.runner._logits
+
+    def capture(batch):
+        captured.append(logits_of(batch))
+        return captured[-1]
+
+    system.runner._logits = capture
+    prompts = prompts_with_shared_prefixes(3)
+    system.run(prompts[:1], salts=["alone"], sampling=SamplingParams(max_new_tokens=1))
+    system.run(prompts, salts=map(str, range(9)), sampling=SamplingParams(max_new_tokens=1))
+    torch.testing.assert_close(captured[0][0], captured[1][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [KvDtype.BFLOAT16, KvDtype.FLOAT16])
+def test_a_half_precision_pool_works_and_is_close(source, model, reference, answer_of, dtype):
+    prompts = prompts_with_shared_prefixes(5, 3)
+    answers = [answer_of(call) for call in System(source, model, dtype=dtype).run(prompts)]
+    assert all(len(answer.tokens) == NEW_TOKENS for answer in answers)
+    agreeing = sum(answer.tokens[0] == reference(prompt)[0] for answer, prompt in zip(answers, prompts, strict=True))
+    assert agreeing >= 2
+
+
+def test_seeded_sampling_does_not_depend_on_company_or_sharing(source, model, answer_of):
+    prompts = prompts_with_shared_prefixes(9, 4)
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, top_k=50, seed=11)
+    together = [answer_of(call).tokens for call in System(source, model).run(prompts, sampling=sampling)]
+    alone = [answer_of(System(source, model).run([prompt], sampling=sampling)[0]).tokens for prompt in prompts]
+    assert together == alone
+    other = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.9, seed=12)
+    assert answer_of(System(source, model).run(prompts[:1], sampling=other)[0]).tokens != together[0]
+
+
+def test_rows_are_stable_from_the_probed_number_on(model):
+    rows = rows_for_stable_sums(model)
+    linear = model.lm_head
+    x = torch.randn(200, linear.in_features)
+    with torch.inference_mode():
+        expected = linear(x)
+        for count in (rows, rows + 1, 3 * rows, 50):
+            assert torch.equal(linear(x[:count]), expected[:count])
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), torch.OutOfMemoryError("CUDA")]
+)
+def test_out_of_memory_is_told_apart(source, model, monkeypatch, answer_of, reference, error):
+    system = System(source, model)
+    forward, failures = model.model.forward, [error]
+
+    def failing(*args, **kwargs):
+        if failures:
+            raise failures.pop()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model, "forward", failing)
+    prompt = prompts_with_shared_prefixes()[0]
+    (call,) = system.run([prompt])
+    assert answer_of(call).tokens == reference(prompt)
+    failures.append(error)
+    with pytest.raises(OutOfMemory):
+        system.runner.forward(batch_of_one(system))
+
+
+def batch_of_one(system):
+    import numpy as np
+
+    from radixpool.rpc.worker.step import StepBatch
+
+    one, zero = np.ones(1, np.int32), np.zeros(1, np.int64)
+    return StepBatch(
+        token_ids=zero, positions=zero, slot_mapping=zero, query_lens=one, context_lens=one,
+        block_tables=[np.zeros(1, np.int32)], sample_rows=zero,
+        samplers=[system.runner.sampler(SamplingParams(max_new_tokens=1))],
+    )  # fmt: skip
+
+
+def test_a_pool_of_another_shape_is_refused(source, model):
+    system = System(source, model)
+    other = private_pool(pool_spec_for(source, num_blocks=64, block_size=8, dtype=KvDtype.FLOAT32))
+    with pytest.raises(PoolMismatch, match="num_blocks: expected 128, pool has 64"):
+        system.runner.use_pool(other)
+
+
+def test_missing_weights_are_not_made_up(tiny_model, tmp_path):
+    for path in tiny_model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelUnavailable, match=r"1 weights are missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(find_model(str(tmp_path)))
+
+
+def test_end_of_sequence_comes_from_the_model(model):
+    assert end_of_sequence_ids(model) == {2}

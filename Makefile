@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types cover model sim protos bench bench-policies clean
+.PHONY: help setup run test check lint types cover model sim protos bench bench-policies interop clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -57,6 +57,10 @@ bench: $(SETUP)  ## speed of the tree on this machine (ARGS="--help" for options
 bench-policies: $(SETUP)  ## every eviction policy on the real traces, with plots
 	$(BIN)/python bench/policies.py $(ARGS)
 
+interop: $(SETUP)  ## let NVIDIA Dynamo's router follow our KV events (installs 230 MB into .interop)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .interop ai-dynamo-runtime==1.6.1
+	DYN_LOG=error PYTHONPATH=.interop $(BIN)/python -m pytest tests/ops/test_kv_dynamo.py $(ARGS)
+
 clean:  ## remove everything that make made
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist out src/*.egg-info
+	rm -rf .venv .interop .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist out src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

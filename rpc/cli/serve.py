@@ -66,4 +66,7 @@ def _ready_line(service: ManagerService, config: ServeConfig, *, as_json: bool) 
     ready |= {"block_size": cache.block_size, "policy": cache.policy}
     if service.metrics_port is not None:
         ready["metrics_port"] = service.metrics_port
+    for name, endpoint in zip(("kv_events", "kv_events_replay"), service.kv_events_endpoints, strict=True):
+        if endpoint:
+            ready[name] = endpoint
     return json.dumps(ready)

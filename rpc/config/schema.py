@@ -61,7 +61,10 @@ class DirectoryConfig:
     """The block directory, which lets the cache outlive the manager."""
 
     path: str = option(
-        "", "File that keeps the cache's contents over a restart; empty keeps nothing.", flag="--directory"
+        "",
+        "Folder that keeps the cache over a restart, best on a memory file system; it holds the token ids of prompts. "
+        "Empty keeps nothing.",
+        flag="--directory",
     )
 
 
@@ -134,11 +137,14 @@ class KvEventsConfig:
     buffer_batches: int = option(
         10_000, "Published batches kept for replay.", flag="--kv-events-buffer", limits=(1, 1_000_000)
     )
-    max_pending_blocks: int = option(
-        1_000_000,
-        "Blocks that may wait to be published; beyond it events are dropped and the whole state is announced anew.",
-        flag="--kv-events-max-pending",
-        limits=(1_000, 100_000_000),
+    medium: str = option(
+        "GPU", "Tier of memory that the pool is announced as.", flag="--kv-events-medium", choices=("GPU", "CPU")
+    )
+    data_parallel_rank: int = option(
+        0,
+        "Rank written into each batch, for several managers behind one name.",
+        flag="--kv-events-rank",
+        limits=(0, 65_535),
     )
     allow_remote: bool = option(
         False,

@@ -20,11 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from radixpool.radix import Namespace
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import Client, ClientOptions, ClientRole
-from radixpool.rpc.config import CacheConfig, MetricsConfig, SecurityConfig, ServeConfig, ServerConfig
+from radixpool.rpc.config import CacheConfig, KvEventsConfig, MetricsConfig, SecurityConfig, ServeConfig, ServerConfig
 from radixpool.rpc.errors import PermissionDenied, Unauthenticated
 from radixpool.rpc.manager.launch import ManagerService
 from radixpool.rpc.metrics import LogFormat
 from radixpool.rpc.metrics.logs import configure_logging
+from radixpool.rpc.pool_types import KvDtype, MemfdAttachment, Pool, PoolLayout, PoolSpec
 from radixpool.rpc.security.client import ClientSecurity
 from radixpool.rpc.security.policy import ANYONE, METHOD_ROLES
 from radixpool.rpc.security.tokens import NewToken, new_token
@@ -351,3 +352,42 @@ def test_token_ids_salts_and_secrets_never_come_out(
     secrets += [token.secret for token in bearers.tokens.values()]
     secrets += [token.sha256 for token in bearers.tokens.values()]
     assert [secret for secret in secrets if secret in text] == []
+
+
+def test_kv_events_follow_the_manager_also_from_one_pool_to_the_next(
+    start: Callable[..., ManagerService], folder: Path
+) -> None:
+    zmq = pytest.importorskip("zmq", reason="pyzmq is not installed: pip install radixpool[events]")
+    msgpack = pytest.importorskip("msgpack", reason="msgpack is not installed: pip install radixpool[events]")
+    service = start(
+        kv_events=KvEventsConfig(endpoint=f"ipc://{folder}/events", replay_endpoint=f"ipc://{folder}/replay")
+    )
+    assert service.kv_events_endpoints == (f"ipc://{folder}/events", f"ipc://{folder}/replay")
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        socket.connect(service.kv_events_endpoints[0])
+
+        def next_types() -> list[str]:
+            return [event["type"] for event in msgpack.unpackb(socket.recv_multipart()[2])[1]]
+
+        spec = PoolSpec(
+            model="m",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            block_size=4,
+            num_blocks=64,
+            dtype=KvDtype.FLOAT32,
+            layout=PoolLayout.HND,
+        )
+        for pool_id in (b"p" * 16, b"q" * 16):
+            with Client(service.address, options=ClientOptions(role=ClientRole.POOL_HOLDER)) as holder:
+                holder.register_pool(Pool(pool_id, spec, MemfdAttachment("@x", 4096)))
+                assert next_types() == ["AllBlocksCleared"]
+                with holder.acquire(range(9)) as sequence:
+                    sequence.commit(8)
+                assert next_types() == ["BlockStored"]
+    published = scrape(service)
+    assert published["radixpool_kv_events_total", frozenset({("type", "BlocksStored")})] == 2
+    assert published["radixpool_kv_events_resyncs_total", frozenset()] == 2

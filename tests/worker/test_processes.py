@@ -1,0 +1,291 @@
+"""Manager, pool holder and workers as real processes over a small random model, and each of them killed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixpool.radix import Namespace
+from radixpool.rpc.client import Client, WorkerClient
+from radixpool.rpc.demo.prompts import Turn
+from radixpool.rpc.demo.replay import Replay, Target
+from radixpool.rpc.demo.supervisor import ProcessFailed, Supervisor
+from radixpool.rpc.errors import ManagerUnavailable
+from radixpool.rpc.generation import GenerateFinished, GenerateStarted, GenerateTokens, SamplingParams
+from radixpool.rpc.worker.model_source import find_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker-processes")]
+
+BLOCK = 16
+NUM_BLOCKS = 256
+LEASE_MS = 1500
+SALTS = map(str, itertools.count())
+
+
+class System:
+    """One manager, one pool, some workers."""
+
+    def __init__(self, supervisor, model, workers=2):
+        self.supervisor = supervisor
+        self.model = str(model)
+        source = find_model(self.model)
+        self.namespace = Namespace(model=source.name, revision=source.revision)
+        self.names = (f"process-{number}" for number in itertools.count())
+        self.address = supervisor.socket_address("manager")
+        self.manager = self.start_manager()
+        self.pool = self.start_pool()
+        self.workers = self.start_workers(workers)
+        self.client = Client(self.manager.address)
+
+    def start_manager(self):
+        sizes = ["--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK), "--lease-ttl-ms", str(LEASE_MS)]
+        return self.supervisor.start(next(self.names), ["serve", "--listen", self.address, *sizes])
+
+    def start_pool(self):
+        return self.supervisor.start(next(self.names), ["pool", "--address", self.address, "--model", self.model])
+
+    def start_workers(self, count):
+        commands = {}
+        for _ in range(count):
+            name = next(self.names)
+            listen = self.supervisor.socket_address(name)
+            commands[name] = ["worker", "--address", self.address, "--model", self.model, "--listen", listen]
+        return self.supervisor.start_all(commands)
+
+    def generate(self, worker, tokens, n=4, **rest):
+        with WorkerClient(worker.address) as client:
+            return Result(client.generate(tokens, SamplingParams(max_new_tokens=n), **rest))
+
+    def matched(self, tokens):
+        return self.client.match(tokens, namespace=self.namespace).cached_tokens
+
+    def wait(self, condition, timeout_s=20.0):
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if condition():
+                    return
+            except ManagerUnavailable:
+                pass
+            assert time.monotonic() < deadline, "it does not happen"
+            time.sleep(0.05)
+
+
+class Result:
+    def __init__(self, events):
+        self.tokens = []
+        for event in events:
+            match event:
+                case GenerateStarted(_, cached):
+                    self.cached = cached
+                case GenerateTokens(tokens):
+                    self.tokens += tokens
+                case GenerateFinished():
+                    self.finished = True
+
+
+@pytest.fixture(scope="module")
+def system(tiny_model):
+    before = set(Path("/dev/shm").iterdir())
+    with Supervisor(parent_dir=Path("/tmp")) as supervisor:
+        system = System(supervisor, tiny_model)
+        yield system
+        assert not system.client.check().violations
+        system.client.close()
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def random_tokens(count, seed=None):
+    draw = random.Random(seed)
+    return [draw.randrange(3, 290) for _ in range(count)]
+
+
+def test_what_one_worker_computed_the_other_reads(system):
+    prompt = random_tokens(100)
+    first = system.generate(system.workers[0], prompt)
+    second = system.generate(system.workers[1], prompt)
+    assert (first.cached, second.cached) == (0, 96)
+    alone = system.generate(system.workers[1], prompt, namespace=Namespace(cache_salt=next(SALTS)))
+    assert alone.cached == 0
+    assert first.tokens == second.tokens == alone.tokens
+
+
+def test_a_frontend_acquires_generates_and_releases(system):
+    prompt = random_tokens(100)
+    expected = system.generate(system.workers[0], prompt, 6).tokens
+    with system.client.acquire(prompt, namespace=system.namespace) as sequence:
+        assert sequence.cached_tokens == 96
+        with WorkerClient(system.workers[1].address) as client:
+            result = Result(client.generate_sequence(sequence.handle, SamplingParams(max_new_tokens=6)))
+        assert result.tokens == expected
+        view = system.client.get_block_tables([sequence.handle]).sequences[0]
+        assert view.tokens.tolist() == prompt + expected
+
+
+def test_requests_beyond_the_pool_wait_and_all_end_well(system):
+    prompts = [random_tokens(400) for _ in range(16)]  # 16 * 26 blocks, the pool has 256
+    chats = [(Turn(f"chat {number}", 1, np.asarray(prompt, np.uint32)),) for number, prompt in enumerate(prompts)]
+    targets = [Target(worker.name, worker.address) for worker in system.workers]
+    replay = Replay(targets, SamplingParams(max_new_tokens=8))
+    outcomes = replay.run(chats, frontends=16)
+    replay.close()
+    assert [outcome.error for outcome in outcomes] == [""] * 16
+    assert system.client.stats().cache.evicted_blocks > 0
+
+
+def test_prompts_longer_than_pool_or_model_are_refused_by_name(system):
+    with pytest.raises(ValueError, match="more than the model's context of 512 tokens"):
+        system.generate(system.workers[0], random_tokens(510))
+    assert system.generate(system.workers[0], random_tokens(20)).finished
+
+
+def test_a_worker_whose_pool_does_not_match_says_what_differs(system, tmp_path):
+    other = tmp_path / "other-model"
+    other.mkdir()
+    for path in Path(system.model).iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    command = ["worker", "--address", system.address, "--model", str(other)]
+    with pytest.raises(ProcessFailed, match=r"model: the pool has '.*', the worker needs 'other-model'"):
+        system.supervisor.start(next(system.names), command)
+    with pytest.raises(ProcessFailed, match="another pool is registered"):
+        system.supervisor.start(next(system.names), ["pool", "--address", system.address, "--model", system.model])
+    assert system.generate(system.workers[0], random_tokens(20)).finished
+
+
+def run_cli(*arguments):
+    command = [sys.executable, "-m", "radixpool.rpc.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("worker", "--model", "/no/such"), 1, "model '/no/such': no such file or directory"),
+        (("pool", "--model", "/no/such"), 1, "model '/no/such': no such file or directory"),
+        (("worker", "--threads", "0"), 2, "0 is not in the range x>=1"),
+        (("demo", "--conversations", "/no/such"), 2, "'/no/such' does not exist"),
+        (("demo", "--max-new-tokens", "0"), 2, "0 is not in the range x>=1"),
+    ],
+)
+def test_commands_say_what_is_wrong_in_one_line(arguments, code, message):
+    done = run_cli(*arguments)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_worker_killed_under_load_loses_no_cached_block(system):
+    """Chats go on over the other worker, which hits what the dead one had committed."""
+    draw = random.Random(7)
+    prefix = random_tokens(64, seed=7)
+    chats = []
+    for number in range(4):
+        tokens, turns = list(prefix), []
+        for turn in range(1, 9):
+            tokens = tokens + [draw.randrange(3, 290) for _ in range(32)]
+            turns.append(Turn(f"chat {number}", turn, np.asarray(tokens, np.uint32)))
+        chats.append(tuple(turns))
+    victim, survivor = system.workers
+    by_victim, killed = [], threading.Event()
+    found_before = {}
+
+    def kill_after_a_few(outcome):
+        if outcome.worker == victim.name:
+            by_victim.append(outcome)
+        if len(by_victim) >= 5 and not killed.is_set():
+            killed.set()
+            found_before.update({id(o): system.matched(o.turn.tokens) for o in by_victim})
+            victim.kill()
+
+    targets = [Target(worker.name, worker.address) for worker in system.workers]
+    replay = Replay(targets, SamplingParams(max_new_tokens=6), on_outcome=kill_after_a_few)
+    outcomes = replay.run(chats, frontends=4)
+    replay.close()
+    assert killed.is_set()
+    assert not victim.alive
+    assert [outcome.error for outcome in outcomes] == [""] * 32
+    for outcome in by_victim:
+        length = len(outcome.turn.tokens)
+        assert found_before[id(outcome)] == system.matched(outcome.turn.tokens) == length - length % BLOCK
+    last = [outcome for outcome in outcomes if outcome.turn.number == 8]
+    assert all(outcome.worker == survivor.name for outcome in last)
+    assert all(outcome.cached_tokens >= len(outcome.turn.tokens) - 32 - BLOCK for outcome in last)
+    again = system.generate(survivor, by_victim[-1].turn.tokens, 6)
+    assert again.cached >= len(by_victim[-1].turn.tokens) - BLOCK
+    assert again.tokens == list(by_victim[-1].tokens)
+    alone = system.generate(survivor, by_victim[-1].turn.tokens, 6, namespace=Namespace(cache_salt=next(SALTS)))
+    assert alone.tokens == again.tokens
+    # The dead one's lease runs out and what it held comes back.
+    system.wait(lambda: system.client.stats().cache.held_blocks == 0)
+    system.workers = [*system.start_workers(1), survivor]
+    fresh = system.generate(system.workers[0], by_victim[0].turn.tokens)
+    assert fresh.cached >= len(by_victim[0].turn.tokens) - BLOCK
+
+
+def test_requests_survive_a_killed_manager(system):
+    prompt = random_tokens(100)
+    expected = system.generate(system.workers[0], prompt, 200).tokens
+    results = []
+    thread = threading.Thread(target=lambda: results.append(system.generate(system.workers[0], prompt, 200)))
+    thread.start()
+    time.sleep(0.2)
+    system.manager.kill()
+    system.manager = system.start_manager()
+    thread.join(60)
+    assert results
+    assert results[0].tokens == expected
+    system.wait(lambda: system.client.get_pool() is not None)
+    assert system.generate(system.workers[1], prompt).tokens == expected[:4]
+
+
+def test_a_killed_holder_empties_the_cache_and_workers_move_to_the_new_pool(system):
+    prompt = random_tokens(100)
+    expected = system.generate(system.workers[0], prompt).tokens
+    assert system.matched(prompt) == 96
+    old_pool = system.client.get_pool().pool_id
+    system.pool.kill()
+    system.wait(lambda: system.client.get_pool() is None)
+    system.pool = system.start_pool()
+    assert system.client.get_pool().pool_id != old_pool
+    assert system.matched(prompt) == 0
+    for worker in system.workers:
+        assert system.generate(worker, prompt).tokens == expected
+        with WorkerClient(worker.address) as client:
+            assert client.status().pool_id == system.client.get_pool().pool_id
+
+
+def test_nothing_is_left_when_everything_is_killed(tiny_model, tmp_path):
+    """A demo that is killed takes its processes along; the next one removes its directory."""
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from radixpool.rpc.demo.supervisor import Supervisor\n"
+        "supervisor = Supervisor(parent_dir=Path('/tmp'))\n"
+        "address = supervisor.socket_address('m')\n"
+        "a = supervisor.start('m', ['serve', '--listen', address, '--num-blocks', '64'])\n"
+        f"b = supervisor.start('p', ['pool', '--address', address, '--model', {str(tiny_model)!r}])\n"
+        "print(a.popen.pid, b.popen.pid, supervisor._directory, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    before = set(Path("/dev/shm").iterdir())
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as demo:
+        manager, pool, directory = demo.stdout.readline().split()
+        demo.kill()
+    deadline = time.monotonic() + 10
+    while any(
+        Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (manager, pool)
+    ):
+        assert time.monotonic() < deadline, "a child outlived its parent"
+        time.sleep(0.05)
+    assert set(Path("/dev/shm").iterdir()) <= before
+    assert Path(directory).exists()
+    Supervisor(parent_dir=Path("/tmp")).stop()
+    assert not Path(directory).exists()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import numpy as np
 
@@ -128,7 +128,7 @@ class Admission(InFlight):
         key = tokens if type(tokens) is bytes else pack_tokens(tokens)
         num_tokens = len(key) >> 2
         if not key or len(key) & 3:
-            _check_prompt(key)
+            _refuse_prompt(key)
         block_size = self.block_size
         limit = num_tokens - 1
         if reserve or max_hit is not None:
@@ -311,10 +311,9 @@ def _common_tokens(left: bytes, right: bytes) -> int:
     return int(differ[0]) if differ.size else size
 
 
-def _check_prompt(key: bytes) -> None:
+def _refuse_prompt(key: bytes) -> NoReturn:
     pack_tokens(key)
-    if not key:
-        raise ValueError("tokens is empty: a request has at least 1 token")
+    raise ValueError("tokens is empty: a request has at least 1 token")
 
 
 def check_count(name: str, value: int) -> None:

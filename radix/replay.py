@@ -39,7 +39,6 @@ OPERATIONS = (
     "acquire", "extend", "reserve", "commit", "rewind", "fork", "release", "invalidate", "pin", "unpin", "expire",
     "set_retention", "set_quota", "remove_quota", "evict", "flush", "add_worker", "complete_step", "remove_worker",
 )  # fmt: skip
-_MISUSED = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +115,8 @@ class RecordedCache(RadixCache):
 
     def _read_clock(self) -> float:
         reading = self._wall_clock()
-        if self._readings is not None:
-            self._readings.append(reading)
+        assert self._readings is not None, "only recorded operations read the clock"
+        self._readings.append(reading)
         return reading
 
 
@@ -130,7 +129,6 @@ def _recorded(name: str) -> Callable[..., Any]:
         if self._readings is not None:  # one operation calls another: the outer one is the log's
             return inner(self, *args, **options)
         bound = signature.bind(self, *args, **options).arguments
-        answer: Any = _MISUSED
         if "media" in bound:
             bound["media"] = tuple(bound["media"])  # it is read twice
         arguments = {key: _encode(value, key) for key, value in bound.items() if key != "self"}
@@ -138,14 +136,12 @@ def _recorded(name: str) -> Callable[..., Any]:
         self._readings = readings
         try:
             result = inner(**bound)
-            answer = _describe(result)
         except RadixPoolError as error:
-            answer = {"error": type(error).__name__, "message": str(error)}
+            self._sink(Operation(name, arguments, readings, _describe_error(error)))
             raise
         finally:
             self._readings = None
-            if answer is not _MISUSED:  # a call with bad arguments changed nothing
-                self._sink(Operation(name, arguments, readings, answer))
+        self._sink(Operation(name, arguments, readings, _describe(result)))
         return result
 
     return call
@@ -175,7 +171,7 @@ def replay(operations: Iterable[Operation], cache: RadixCache, clock: ReplayCloc
             arguments = {key: _decode(cache, key, value) for key, value in operation.arguments.items()}
             answer = _describe(getattr(cache, operation.name)(**arguments))
         except RadixPoolError as error:
-            answer = {"error": type(error).__name__, "message": str(error)}
+            answer = _describe_error(error)
         if answer != operation.answer:
             raise ReplayMismatch(index, operation, answer)
         count += 1
@@ -212,6 +208,10 @@ def _released(handle: int) -> Sequence:
     seq.handle = handle
     seq.released = True
     return seq
+
+
+def _describe_error(error: RadixPoolError) -> dict[str, str]:
+    return {"error": type(error).__name__, "message": str(error)}
 
 
 def _describe(result: Any) -> Any:

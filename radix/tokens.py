@@ -75,8 +75,7 @@ def _out_of_range(name: str, position: int, value: int) -> ValueError:
 
 def _kind(tokens: object) -> str:
     """Describe what was passed, down to the first element that is no integer."""
-    if isinstance(tokens, SequenceABC):
-        for i, token in enumerate(tokens):
-            if not hasattr(type(token), "__index__"):
-                return f"{type(tokens).__name__} with {type(token).__name__} at [{i}]"
+    for i, token in enumerate(tokens if isinstance(tokens, SequenceABC) else ()):
+        if not hasattr(type(token), "__index__"):
+            return f"{type(tokens).__name__} with {type(token).__name__} at [{i}]"
     return type(tokens).__name__

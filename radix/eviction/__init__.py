@@ -24,7 +24,7 @@ def available_policies() -> dict[str, type[EvictionPolicy]]:
     return dict(sorted(found.items()))
 
 
-def parse_policy(spec: str) -> tuple[type[EvictionPolicy], dict[str, int | float | str | bool]]:
+def parse_policy(spec: str) -> tuple[type[EvictionPolicy], dict[str, int | float]]:
     """Read ``name[:key=value[,key=value…]]``; a value takes the type of the parameter's default.
 
     >>> parse_policy("lru")
@@ -43,7 +43,7 @@ def parse_policy(spec: str) -> tuple[type[EvictionPolicy], dict[str, int | float
         for parameter in inspect.signature(policies[name]).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    params: dict[str, int | float | str | bool] = {}
+    params: dict[str, int | float] = {}
     for item in filter(None, rest.split(",")):
         key, _, text = item.partition("=")
         if key not in known:
@@ -58,14 +58,8 @@ def make_policy(spec: str, capacity: int) -> EvictionPolicy:
     return cls(capacity, **params)
 
 
-def _convert(policy: str, key: str, text: str, default: object) -> int | float | str | bool:
+def _convert(policy: str, key: str, text: str, default: int | float) -> int | float:
     try:
-        if isinstance(default, bool):
-            return {"true": True, "false": False}[text.lower()]
-        if isinstance(default, int):
-            return int(text)
-        if isinstance(default, float):
-            return float(text)
-    except (KeyError, ValueError):
+        return type(default)(text)
+    except ValueError:
         raise ValueError(f"policy: {policy}:{key} must be {type(default).__name__}, not {text!r}") from None
-    return text

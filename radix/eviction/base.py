@@ -24,11 +24,10 @@ itself; the policy does not notice. `capacity` is then still that of the whole p
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 __all__ = ["EvictionPolicy", "Run"]
 
@@ -145,7 +144,3 @@ class EvictionPolicy(ABC):
 
     def dropped(self, run: Run) -> None:  # noqa: B027 - optional hook
         """Forget `run`: it left the tree and is not a candidate any more. Keep no reference to it."""
-
-    def clone(self, runs: dict[int, Any]) -> Self:
-        """Return an independent copy over other runs. `runs` maps id(old run) to the new run, for dry runs."""
-        return copy.deepcopy(self, runs)

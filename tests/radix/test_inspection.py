@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixpool.radix import BlockState, InvariantViolation, MediaSpan, Namespace, RadixCache
+from radixpool.radix.eviction import Run
 
 
 def test_every_block_is_explained(letters) -> None:
@@ -32,6 +33,7 @@ def test_every_block_is_explained(letters) -> None:
     assert next(box.cache.nodes(Namespace()), None) is None
     assert [info.level for info in box.cache.nodes(salted)] == [0, 1, 1]
     assert "Sequence(handle=" in repr(seq)
+    assert memoryview(seq.packed_block_table).cast("i").tolist() == seq.block_table.tolist()
     assert seq.tokens.tolist() == [ord(c) for c in "abxyz"]
 
 
@@ -129,6 +131,8 @@ def test_identities_do_not_depend_on_how_a_path_is_cut() -> None:
     whole = digests()
     assert len(set(whole)) == 4
     assert digests([1, 2, 3, 4, 9, 9]) == digests([1, 2, 9, 9], [1, 2, 3, 4, 9, 9]) == whole
+    with pytest.raises(NotImplementedError):
+        Run()._origin()
     with_media = digests(media=[MediaSpan(2, 1, b"cat")])
     assert with_media[0] == whole[0]
     assert not set(with_media[1:]) & set(whole)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from radixpool.radix import ExpireResult
+
 
 class Clock:
     now = 0.0
@@ -67,7 +69,7 @@ def test_priorities_and_pins_end_with_their_time(letters) -> None:
     pin = box.cache.pin(codes("abcd"), ttl=5)
     assert box.cache.pins() == (pin,)
     assert pin.deadline == 5.0
-    assert box.cache.expire() == type(box.cache.expire())((), 0)
+    assert box.cache.expire() == ExpireResult(pins=(), ranges=0)
     clock.now = 7.0
     assert box.cache.expire().pins == (pin.pin_id,)
     box.cache.check()

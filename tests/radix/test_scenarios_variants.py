@@ -10,6 +10,7 @@ from radixpool.radix import (
     CacheBusy,
     CopyOrder,
     EventLog,
+    InvalidateResult,
     MediaSpan,
     Namespace,
     PendingPrefix,
@@ -68,7 +69,7 @@ def test_invalidating_a_private_block_takes_back_what_is_committed_of_it(letters
     box = letters(8)
     seq = box.acq("abc")
     box.com(seq, 3)
-    assert box.cache.invalidate(seq, 1) == type(box.cache.invalidate(seq, 1))(0, 0, ())
+    assert box.cache.invalidate(seq, 1) == InvalidateResult(removed_blocks=0, freed_blocks=0, holders=())
     assert seq.committed_tokens == 2
     with pytest.raises(ValueError, match="block_index must be an integer from 0 to 1"):
         box.cache.invalidate(seq, 2)
@@ -388,6 +389,21 @@ def test_a_copy_on_write_hit_goes_into_the_block(letters) -> None:
     assert box.ev(6) == [source]
     box.rel(seq)
     assert box.match("abcxy") == 4
+
+
+def test_a_copy_of_bad_data_is_bad(letters) -> None:
+    """Row 12's kind: who began its tail as a copy of the block is told, at the index of its copy."""
+    box = letters(8)
+    loader = box.acq("abcd")
+    box.com(loader, 4)
+    copier = box.acq("abcxy", partial=True)
+    result = box.cache.invalidate(loader, 1)
+    box.cache.check()
+    assert set(result.holders) == {loader.handle, copier.handle}
+    assert copier.invalid_from == 1
+    box.rel(loader)
+    box.rel(copier)
+    assert box.counts == (7, 1, 0, 0)
 
 
 def test_media_are_part_of_the_key(letters) -> None:

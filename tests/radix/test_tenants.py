@@ -81,6 +81,7 @@ def test_a_maximum_counts_no_hit_twice(letters) -> None:
     box = letters(8)
     box.cache.set_quota("a", max_blocks=3)
     box.put("abcd", namespace=A)
+    assert box.acq("abcd", namespace=A, max_hit=4).num_blocks == 2  # nothing new: nothing to refuse
     assert box.acq("abcdef", namespace=A).cached_tokens == 4
     assert usage(box, "a") == (3, 0)
 
@@ -109,15 +110,16 @@ def test_a_quota_set_late_counts_what_is_there(letters) -> None:
     box.rel(fenced, after_step=0)
     box.cache.pin([ord(c) for c in "ab"], namespace=A)
     box.put("uv", namespace=B)
+    box.put("ij", namespace=A)
     box.cache.set_quota("a", guaranteed_blocks=2, max_blocks=10)
     box.cache.check()
-    assert box.cache.quotas() == (TenantUsage("a", 2, 10, 8, 0),)
+    assert box.cache.quotas() == (TenantUsage("a", 2, 10, 9, 1),)
     box.cache.set_quota("a", max_blocks=9)
-    assert box.cache.quotas() == (TenantUsage("a", 0, 9, 8, 0),)
+    assert box.cache.quotas() == (TenantUsage("a", 0, 9, 9, 1),)
     box.rel(stale)
-    assert usage(box, "a") == (6, 0)
+    assert usage(box, "a") == (7, 1)
     box.cache.complete_step("gpu", 0)
-    assert usage(box, "a") == (6, 2)
+    assert usage(box, "a") == (7, 3)
     box.cache.remove_quota("a")
     box.cache.check()
     assert box.cache.quotas() == ()

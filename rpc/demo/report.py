@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -97,12 +98,13 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _request_table(report: Report) -> Table:
-    table = Table(title="requests", caption="TTFT: time to first token in ms, with everything running at once")
-    for column in ("chat", "turn", "worker", "prompt", "cached", "", "TTFT", "tok/s", "out"):
-        table.add_column(column, justify="left" if column in ("chat", "worker") else "right", no_wrap=True)
+    caption = "TTFT: time to first token in ms, with everything running at once; unshared: the same without sharing"
+    table = Table(title="requests", caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for column in ("turn", "worker", "prompt", "cached", "", "TTFT", "tokens/s"):
+        table.add_column(column, justify="left" if column in ("turn", "worker") else "right", no_wrap=True)
     if report.unshared:
-        table.add_column("TTFT unshared", justify="right")
-        table.add_column("same output", justify="right")
+        table.add_column("unshared", justify="right", no_wrap=True)
+        table.add_column("same", justify="right", no_wrap=True)
     unshared = {_key(outcome): outcome for outcome in report.unshared}
     for outcome in report.outcomes:
         cells = _request_cells(outcome)
@@ -115,7 +117,7 @@ def _request_table(report: Report) -> Table:
 
 def _request_cells(outcome: Outcome) -> list[str]:
     prompt = len(outcome.turn.tokens)
-    cells = [escape(outcome.turn.conversation), str(outcome.turn.number), outcome.worker, f"{prompt:,}"]
+    cells = [f"{escape(outcome.turn.conversation)} {outcome.turn.number}", outcome.worker, f"{prompt:,}"]
     if outcome.error:
         return [*cells, "[red]failed[/]"]
     speed = outcome.tokens_per_s
@@ -125,13 +127,12 @@ def _request_cells(outcome: Outcome) -> list[str]:
         f"{outcome.cached_tokens / prompt:.0%}",
         f"{outcome.ttft_ms:,.0f}",
         f"{speed:.1f}" if speed is not None else "-",
-        f"{len(outcome.tokens):,}",
     ]
 
 
 def _summary_table(report: Report) -> Table:
     cache = report.cache
-    table = Table(title="summary", show_header=False)
+    table = Table(title="summary", show_header=False, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
     table.add_row("hit ratio", f"{report.hit_ratio:.1%} of {report.prompt_tokens:,} prompt tokens")

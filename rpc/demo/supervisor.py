@@ -61,8 +61,7 @@ class Supervisor:
         parent = parent_dir or Path(tempfile.gettempdir())
         _remove_leftovers(parent)
         self._directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
-        self._started: list[Process] = []
-        self._starting: list[subprocess.Popen[bytes]] = []
+        self._spawned: list[list[subprocess.Popen[bytes]]] = []  # what was started together
         self._libc = ctypes.CDLL(None, use_errno=True)  # loaded here: not between fork and exec
 
     def __enter__(self) -> Self:
@@ -90,29 +89,27 @@ class Supervisor:
         self, commands: dict[str, list[str]], on_ready: Callable[[str], None] = lambda _: None
     ) -> list[Process]:
         """Run several at once and return, in order, when all are ready; `on_ready` hears of each."""
+        self._spawned.append([])
         pipes = {name: self._spawn(name, arguments) for name, arguments in commands.items()}
         try:
             addresses = dict(self._wait_ready({name: pipe for name, (_, pipe) in pipes.items()}, on_ready))
         finally:
             for _, pipe in pipes.values():
                 os.close(pipe)
-        processes = [Process(name, popen, addresses[name]) for name, (popen, _) in pipes.items()]
-        self._started += processes
-        return processes
+        return [Process(name, popen, addresses[name]) for name, (popen, _) in pipes.items()]
 
     def stop(self) -> None:
         """Stop everything, by force where it takes too long, and remove the directory. Idempotent."""
-        popens = [process.popen for process in self._started]
-        others = [popen for popen in self._starting if popen not in popens]
-        for popen in [*others, *reversed(popens)]:
-            popen.terminate()
-            try:
-                popen.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                popen.kill()
-                popen.wait()
-        self._started.clear()
-        self._starting.clear()
+        for together in reversed(self._spawned):
+            for popen in together:
+                popen.terminate()
+            for popen in together:
+                try:
+                    popen.wait(_STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    popen.kill()
+                    popen.wait()
+        self._spawned.clear()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _spawn(self, name: str, arguments: list[str]) -> tuple[subprocess.Popen[bytes], int]:
@@ -133,7 +130,7 @@ class Supervisor:
                 )
         finally:
             os.close(send)
-        self._starting.append(popen)
+        self._spawned[-1].append(popen)
         return popen, receive
 
     def _die_with(self, parent: int) -> None:

@@ -1,8 +1,8 @@
 """Who was registered when the former manager died: the clients whose GPU steps may still touch blocks.
 
-One slot per client in the blocks file: id, then a checksum. A slot is written before the client can hold a block and
-cleared after its last block came back, in whichever life of the manager that is. A slot that is neither empty nor
-valid stands for a client nobody knows, which can only be waited out.
+One slot per client in the blocks file: id, process if it can be watched, checksum. A slot is written before the client
+can hold a block and cleared after its last block came back, in whichever life of the manager that is. A slot that is
+neither empty nor valid stands for a client nobody knows, which can only be waited out.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import numpy as np
 from radixpool.rpc import limits
 from radixpool.rpc.directory.errors import DirectoryNoSpace
 from radixpool.rpc.directory.layout import CLIENT_SLOT_BYTES
+from radixpool.rpc.directory.processes import ProcessMark
 
-_SLOT = struct.Struct(f"<{limits.CLIENT_ID_BYTES}sI")
+_BODY = struct.Struct(f"<{limits.CLIENT_ID_BYTES}sQQ16sI")
+_CRC = struct.Struct("<I")
 _EMPTY = bytes(CLIENT_SLOT_BYTES)
+_UNWATCHED = ProcessMark(0, 0, bytes(16), 0)
 
 
 class ClientTable:
@@ -39,21 +42,33 @@ class ClientTable:
         """The clients in the table."""
         return frozenset(self._slots)
 
+    def processes(self) -> dict[bytes, ProcessMark | None]:
+        """Return the clients in the table with their processes, None for one that cannot be watched. O(clients)."""
+        return {client_id: self._process_of(slot) for client_id, slot in self._slots.items()}
+
     @property
     def num_unreadable(self) -> int:
         """Slots that were torn or damaged: clients that nobody can name."""
         return len(self._unreadable)
 
-    def add(self, client_id: bytes) -> None:
-        """Record a client before it can hold anything; a known one stays as it is. Raises DirectoryNoSpace. O(1)."""
-        if client_id in self._slots:
+    def add(self, client_id: bytes, process: ProcessMark | None = None) -> None:
+        """Record a client before it can hold anything, a known one with its present process. O(1).
+
+        Raises DirectoryNoSpace when the table is full.
+        """
+        former = self._slots.get(client_id)
+        if former is not None and self._process_of(former) == process:
             return
         if not self._free:
             raise DirectoryNoSpace(f"client table holds at most {len(self._region) // CLIENT_SLOT_BYTES} clients")
         slot = self._free.pop()
         at = slot * CLIENT_SLOT_BYTES
-        self._region[at : at + _SLOT.size] = _SLOT.pack(client_id, zlib.crc32(client_id))
+        mark = process or _UNWATCHED
+        body = _BODY.pack(client_id, mark.namespace, mark.start_ticks, mark.boot_id, mark.pid)
+        self._region[at : at + len(body) + _CRC.size] = body + _CRC.pack(zlib.crc32(body))
         self._slots[client_id] = slot
+        if former is not None:
+            self._clear(former)
 
     def discard(self, client_id: bytes) -> None:
         """Clear the slot of a client that holds nothing any more; an unknown one is no matter. O(1)."""
@@ -66,14 +81,21 @@ class ClientTable:
         while self._unreadable:
             self._clear(self._unreadable.pop())
 
+    def _process_of(self, slot: int) -> ProcessMark | None:
+        _, namespace, start_ticks, boot_id, pid = _BODY.unpack_from(self._region, slot * CLIENT_SLOT_BYTES)
+        return ProcessMark(pid, namespace, boot_id, start_ticks) if pid else None
+
     def _clear(self, slot: int) -> None:
         at = slot * CLIENT_SLOT_BYTES
         self._region[at : at + CLIENT_SLOT_BYTES] = _EMPTY
         self._free.append(slot)
 
     def _load(self, slot: int) -> None:
-        client_id, crc = _SLOT.unpack_from(self._region, slot * CLIENT_SLOT_BYTES)
-        if crc == zlib.crc32(client_id) and client_id not in self._slots:
+        at = slot * CLIENT_SLOT_BYTES
+        body = self._region[at : at + _BODY.size]
+        (crc,) = _CRC.unpack_from(self._region, at + _BODY.size)
+        client_id = bytes(body[: limits.CLIENT_ID_BYTES])
+        if crc == zlib.crc32(body) and client_id not in self._slots:
             self._slots[client_id] = slot
         else:
             self._unreadable.append(slot)

@@ -169,7 +169,7 @@ class Engine:
             if former is not None:
                 self._bury(former)
             try:
-                self.former_life.client_registered(client_id, role)
+                self.former_life.client_registered(client_id, role, process)
             except RadixPoolError:
                 self.leases.end(client_id)
                 raise
@@ -209,7 +209,8 @@ class Engine:
                 if lease.role == cache_pb2.CLIENT_ROLE_WORKER:
                     self.steps.lost(lease)
                 self._bury(lease)
-            self.steps.poll()
+            for worker in self.steps.poll():
+                self._gone(worker)
             for _ in range(limits.EXPIRY_SLICE_SEQUENCES):
                 if not self._dying:
                     return False
@@ -228,9 +229,15 @@ class Engine:
             self._gone(dead)
 
     def _gone(self, dead: Lease) -> None:
-        """Forget the client of an ended lease, unless it lives on or another of its epochs is still being swept."""
-        if dead.client_id not in self.leases and all(lease.client_id != dead.client_id for lease in self._dying):
-            self.former_life.client_gone(dead.client_id)
+        """Forget the client of an ended lease, unless it lives on, is being swept, or may still run a step."""
+        client_id = dead.client_id
+        waited_for = self.steps.find_lost(client_id) is not None
+        if (
+            not waited_for
+            and client_id not in self.leases
+            and all(lease.client_id != client_id for lease in self._dying)
+        ):
+            self.former_life.client_gone(client_id)
 
     def _admit(self, header: common_pb2.RequestHeader) -> Lease:
         try:

@@ -30,6 +30,7 @@ from radixpool.radix.restore import plan_restore
 from radixpool.rpc.directory import BlockDirectory
 from radixpool.rpc.directory.file import NEW
 from radixpool.rpc.directory.layout import NO_POOL
+from radixpool.rpc.directory.processes import ProcessMark, mark_process
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.v1 import cache_pb2
 
@@ -113,7 +114,7 @@ class FormerLife:
     def set_generation(self, generation: int) -> None:
         """Learn that a new generation of content begins."""
 
-    def client_registered(self, client_id: bytes, role: int) -> None:
+    def client_registered(self, client_id: bytes, role: int, process: cache_pb2.ProcessIdentity | None = None) -> None:
         """Learn, before it can hold a block, of a client: what it did in its former life is over.
 
         Raises DirectoryNoSpace.
@@ -140,7 +141,7 @@ class RecordedLife(FormerLife):
         self._directory = directory
         self._clock = clock
         self._deadline = clock() + ttl_s + GRACE_S
-        self._awaited = set(directory.clients.client_ids)
+        self._awaited = directory.clients.processes()
         self._fenced: RadixCache | None = None
         self._awaits_pool = False
 
@@ -200,7 +201,7 @@ class RecordedLife(FormerLife):
             report.dropped_blocks,
             report.former_clients,
         )
-        self._end_if_alone()
+        self.poll()
 
     def _restore(self, cache: RadixCache) -> None:
         started = time.perf_counter()
@@ -240,11 +241,11 @@ class RecordedLife(FormerLife):
         """Note the generation for the next life."""
         self._directory.set_generation(generation)
 
-    def client_registered(self, client_id: bytes, role: int) -> None:
+    def client_registered(self, client_id: bytes, role: int, process: cache_pb2.ProcessIdentity | None = None) -> None:
         """Record the client unless its role holds no blocks, and stop waiting for it."""
         if role not in _ROLES_WITHOUT_BLOCKS:
-            self._directory.clients.add(client_id)
-        self._awaited.discard(client_id)
+            self._directory.clients.add(client_id, _mark(process))
+        self._awaited.pop(client_id, None)
         self._end_if_alone()
 
     def client_gone(self, client_id: bytes) -> None:
@@ -253,10 +254,15 @@ class RecordedLife(FormerLife):
             self._directory.clients.discard(client_id)
 
     def poll(self) -> None:
-        """Wait no longer for clients whose lease and grace are over."""
-        if self._fenced is not None and self._clock() >= self._deadline:
+        """Wait no longer for clients that are dead, or whose lease and grace are over. O(clients waited for)."""
+        if self._fenced is None:
+            return
+        for client_id, process in list(self._awaited.items()):
+            if process is not None and process.is_gone:
+                self._strike(client_id)
+        if self._clock() >= self._deadline:
             self._wait_no_longer()
-            self._end_if_alone()
+        self._end_if_alone()
 
     def check(self, cache: RadixCache) -> None:
         """Compare the valid records with the blocks of the tree. O(num_blocks)."""
@@ -267,15 +273,24 @@ class RecordedLife(FormerLife):
         self._directory.close()
 
     def _wait_no_longer(self) -> None:
-        for client_id in self._awaited:
-            self._directory.clients.discard(client_id)
-        self._awaited.clear()
+        for client_id in list(self._awaited):
+            self._strike(client_id)
         self._directory.clients.discard_unreadable()
+
+    def _strike(self, client_id: bytes) -> None:
+        del self._awaited[client_id]
+        self._directory.clients.discard(client_id)
 
     def _end_if_alone(self) -> None:
         if self._fenced is not None and not self._awaited and not self._directory.clients.num_unreadable:
             fenced, self._fenced = self._fenced, None
             fenced.remove_worker(FORMER_INCARNATION)
+
+
+def _mark(process: cache_pb2.ProcessIdentity | None) -> ProcessMark | None:
+    if process is None:
+        return None
+    return mark_process(process.pid, namespace=process.namespace, boot_id=process.boot_id)
 
 
 def open_former_life(options: ManagerOptions, *, clock: Callable[[], float] = time.monotonic) -> FormerLife:

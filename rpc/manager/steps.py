@@ -58,13 +58,16 @@ class WorkerSteps:
         """Return the lost worker of this client id, None when there is none. O(lost workers)."""
         return next((lease for lease in self._lost if lease.client_id == client_id), None)
 
-    def poll(self) -> None:
-        """Wait no longer for lost workers that are dead. O(lost workers)."""
+    def poll(self) -> list[Lease]:
+        """Wait no longer for lost workers that are dead, and return them. O(lost workers)."""
+        forgotten = []
         for worker, deadline in list(self._lost.items()):
             watch = worker.process
             if watch.is_dead if watch.is_certain else self._clock() >= deadline:
                 del self._lost[worker]
                 self._forget(worker)
+                forgotten.append(worker)
+        return forgotten
 
     def completed(self, worker: Lease, steps: cache_pb2.StepReport) -> None:
         """Free what waited for the steps that are over. Raises ValueError for counts that cannot be."""

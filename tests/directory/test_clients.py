@@ -7,6 +7,7 @@ import pytest
 from radixpool.rpc.directory.clients import ClientTable
 from radixpool.rpc.directory.errors import DirectoryNoSpace
 from radixpool.rpc.directory.layout import CLIENT_SLOT_BYTES
+from radixpool.rpc.directory.processes import ProcessMark
 
 ONE, TWO, THREE = (bytes([i]) * 16 for i in range(1, 4))
 
@@ -24,6 +25,20 @@ def test_a_later_life_knows_who_was_there(region: memoryview) -> None:
     table.discard(ONE)
     table.discard(THREE)
     assert ClientTable(region).client_ids == {TWO}
+
+
+def test_a_client_is_known_with_its_present_process(region: memoryview) -> None:
+    first, second = (ProcessMark(pid, 4026531836, bytes(range(16)), 77) for pid in (5, 6))
+    table = ClientTable(region)
+    table.add(ONE, first)
+    table.add(ONE, first)
+    assert ClientTable(region).processes() == {ONE: first}
+    table.add(ONE, second)
+    assert ClientTable(region).processes() == {ONE: second}
+    table.add(ONE)
+    assert ClientTable(region).processes() == {ONE: None}
+    table.add(TWO, first)
+    assert ClientTable(region).processes() == {ONE: None, TWO: first}
 
 
 def test_a_full_table_refuses_and_says_its_limit(region: memoryview) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from radixpool.radix.errors import PoolExhausted, UnknownSequence
 from radixpool.rpc.directory import BlockDirectory, DirectoryDamaged, DirectoryInUse, DirectoryNoSpace
 from radixpool.rpc.errors import Fenced, Recovering
+from radixpool.rpc.liveness import own_process
 from radixpool.rpc.manager.engine import Engine
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.rpc.manager.recovery import GRACE_S, open_former_life
@@ -39,9 +43,11 @@ class Life:
     def kill(self) -> None:
         self.engine.former_life.close()  # only unmaps and unlocks, as the kernel does for a dead process
 
-    def register(self, name: str, role: int = WORKER) -> Client:
+    def register(self, name: str, role: int = WORKER, *, pid: int = 0) -> Client:
         client_id = name.encode().ljust(16, b"\0")
-        epoch = self.engine.register_client(client_id, name=name, role=role)
+        own = own_process()
+        process = cache_pb2.ProcessIdentity(pid=pid, namespace=own.namespace, boot_id=own.boot_id) if pid else None
+        epoch = self.engine.register_client(client_id, name=name, role=role, process=process)
         return Client(self, client_id, epoch)
 
     def register_pool(self, pool_id: bytes = POOL, *, name: str = "holder") -> None:
@@ -200,6 +206,48 @@ def test_a_worker_that_stays_away_is_waited_out(loaded: Life, start: Callable[..
     assert (life.quarantined, life.free) == (0, NUM_BLOCKS - 3)
 
 
+def test_a_worker_that_is_dead_is_not_waited_for(start: Callable[..., Life]) -> None:
+    """Its process is known by number and start, so that a later process with its number does not pass for it."""
+    life = start()
+    life.register_pool()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        life.register("w", pid=process.pid).acquire(4, 5)
+        life = start()
+        life.register_pool()
+        life.engine.sweep()
+        assert life.quarantined == 3, "it lives"
+        process.kill()
+        while not zombie(process.pid):
+            time.sleep(0.001)
+        life.engine.sweep()
+        assert life.quarantined == 0, "even before its parent has taken notice"
+    again = start()
+    assert again.engine.former_life.report.former_clients == 0
+
+
+def zombie(pid: int) -> bool:
+    return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_a_worker_whose_lease_ended_is_waited_for_as_long_as_its_steps_may_run(
+    start: Callable[..., Life], clock: Clock
+) -> None:
+    life = start()
+    life.register_pool()
+    life.register("w").acquire(4, 5)
+    clock.now += TTL_S
+    life.register_pool()
+    life.engine.sweep()
+    life = start()
+    assert life.engine.former_life.report.former_clients == 1, "killed within the grace"
+    life.register("w")
+    clock.now += TTL_S
+    life.engine.sweep()
+    clock.now += GRACE_S
+    life.engine.sweep()
+    assert start().engine.former_life.report.former_clients == 0
+
+
 def test_a_second_kill_before_the_fence_keeps_the_quarantine(loaded: Life, start: Callable[..., Life]) -> None:
     start().register_pool()
     life = start()
@@ -325,6 +373,8 @@ def test_a_torn_client_slot_is_waited_out(loaded: Life, start: Callable[..., Lif
     clock.now += TTL_S + GRACE_S
     life.engine.sweep()
     assert life.engine.former_life.is_over
+    clock.now += GRACE_S
+    life.engine.sweep()
     life.register("v")
     assert start().engine.former_life.report.former_clients == 1, "only who registered since"
 

@@ -1,0 +1,93 @@
+"""Which process a client was, so that a later life of the manager can tell for certain that it has ended."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_GONE_STATES: Final = frozenset("ZX")  # a zombie has given its memory and its GPU contexts back
+_STATE_FIELD, _START_FIELD = 0, 19  # of /proc/PID/stat, counted after the name
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMark:
+    """One process of one machine's life. `start_ticks` tells it from a later process with the same number.
+
+    Attributes:
+        pid: its number in its process namespace.
+        namespace: inode of that namespace.
+        boot_id: the life of the machine, 16 bytes.
+        start_ticks: when it started, in clock ticks after the machine's start.
+
+    """
+
+    pid: int
+    namespace: int
+    boot_id: bytes
+    start_ticks: int
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended for certain; False also where this process cannot see."""
+        if self.boot_id != own_boot_id():
+            return bool(own_boot_id())
+        if self.namespace != own_namespace():
+            return False
+        started = _start_ticks(self.pid)
+        return not _is_hidden(self.pid) if started is None else started != self.start_ticks
+
+
+def mark_process(pid: int, *, namespace: int, boot_id: str) -> ProcessMark | None:
+    """Return the mark of a process that says this of itself, None where this process cannot watch it."""
+    boot = _parse_boot_id(boot_id)
+    if not pid or not boot or boot != own_boot_id() or namespace != own_namespace():
+        return None
+    start_ticks = _start_ticks(pid)
+    return None if start_ticks is None else ProcessMark(pid, namespace, boot, start_ticks)
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process exists although its /proc entry cannot be read (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not Path(f"/proc/{pid}/stat").exists()
+
+
+def own_namespace() -> int:
+    """Return the inode of this process's own process namespace, 0 where it cannot be known."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
+def own_boot_id() -> bytes:
+    """Return the 16 bytes that name this life of the machine, empty where it cannot be known."""
+    try:
+        return _parse_boot_id(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    except OSError:
+        return b""
+
+
+def _parse_boot_id(text: str) -> bytes:
+    try:
+        return uuid.UUID(text).bytes
+    except ValueError:
+        return b""
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a running process started, None when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[_STATE_FIELD] in _GONE_STATES else int(fields[_START_FIELD])

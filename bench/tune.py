@@ -62,7 +62,7 @@ def candidates(case: Case) -> list[dict[int, TileConfig]]:
 def build_one(job: tuple[Case, int, TileConfig, bool]) -> str:
     """Compile one kernel into the shared cache, so that the timed process finds it there."""
     case, height, config, chained = job
-    pairs = uses_pairs(case.spec, height, interpreted=False)
+    pairs = uses_pairs(case.spec, height, 90, interpreted=False)
     try:
         variant = attend_variant(case.spec, config, height, Features(pdl=True), pairs=pairs, chained=chained)
         kernel = compile_source("", attend_source(case.spec, variant), 90, variant.options)

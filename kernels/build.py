@@ -32,7 +32,6 @@ POINTERS = {
 FLOATS = ("scale", "v_factor", "soft_cap")
 
 
-
 @dataclass(frozen=True, slots=True)
 class BuiltKernel:
     """One compiled kernel: its name, how long it took, and what it takes of the chip."""
@@ -72,7 +71,9 @@ def merge_source(spec: AttentionSpec, variant: KernelVariant) -> ASTSource:
     signature, attrs = {}, {}
     for i, name in enumerate(merge_partials.arg_names):
         kind = "*i32" if name in ("ROWS", "STARTS", "PARTS", "COUNTS") else "*fp32"
-        signature[name] = "constexpr" if name in variant.constants else POINTERS[spec.q_dtype] if name == "OUT" else kind
+        signature[name] = (
+            "constexpr" if name in variant.constants else POINTERS[spec.q_dtype] if name == "OUT" else kind
+        )
         if signature[name] != "constexpr":
             attrs[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(merge_partials, signature=signature, constexprs=variant.constants, attrs=attrs)
@@ -121,7 +122,7 @@ def model_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSour
     head_dim = max(spec.head_dim, spec.v_head_dim)
     for height in tile_heights(spec.group_size):
         config = tile_config(spec.kv_dtype.itemsize, head_dim, height, arch)
-        pairs = uses_pairs(spec, height, interpreted=False)
+        pairs = uses_pairs(spec, height, arch, interpreted=False)
         for chained in (False, True) if features.pdl else (False,):
             variant = attend_variant(spec, config, height, features, pairs=pairs, chained=chained)
             kind = f"{spec.q_dtype}_{spec.kv_dtype}".replace("torch.", "")

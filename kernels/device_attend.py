@@ -11,8 +11,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
-# e4m3 bits shifted into fp16 give the value times 2**-8, exactly (the exponent biases are 7 and 15).
-PAIR_SCALE = tl.constexpr(256.0)
 # Fields of one item record; see forest.py.
 RECORD = tl.constexpr(8)
 ROW_RECORD = tl.constexpr(4)
@@ -25,19 +23,18 @@ UNSPECIALISED = [
 
 @triton.jit
 def low_halves(x):
-    """Turn the low byte (even column) of each int16 pair of e4m3 into fp16, times 2**-8."""
+    """Return the low byte (even column) of each int16 pair of e4m3 as fp16."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 a, b; shl.b32 a, $1, 7; and.b32 a, a, 0x3f803f80; shl.b32 b, $1, 8; "
-        "lop3.b32 $0, b, 0x80008000, a, 0xea; }",
+        "{ .reg .b32 t; .reg .b16 h; prmt.b32 t, $1, 0, 0x4420; cvt.u16.u32 h, t; cvt.rn.f16x2.e4m3x2 $0, h; }",
         "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
 def high_halves(x):
-    """Turn the high byte (odd column) of each int16 pair of e4m3 into fp16, times 2**-8."""
+    """Return the high byte (odd column) of each int16 pair of e4m3 as fp16."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 a; shr.b32 a, $1, 1; and.b32 a, a, 0x3f803f80; lop3.b32 $0, $1, 0x80008000, a, 0xea; }",
+        "{ .reg .b32 t; .reg .b16 h; prmt.b32 t, $1, 0, 0x4431; cvt.u16.u32 h, t; cvt.rn.f16x2.e4m3x2 $0, h; }",
         "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
     )  # fmt: skip
 
@@ -64,6 +61,7 @@ def tile_scores(q, q_odd, k, PAIRS: tl.constexpr):
 def tile_step(
     q, q_odd, k, v, cols, stop, limit, row_begin, k_scales, v_scales, qk_scale, soft_cap, top, total, acc, acc_odd,
     PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    LATE_SUM: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys and values into the running maximum, denominator and output (online softmax)."""
     x = tile_scores(q, q_odd, k, PAIRS)
@@ -85,7 +83,10 @@ def tile_step(
     base = tl.where(new_top == NEG_INF, 0.0, new_top) if MASKED else new_top
     p = tl.exp2(x * qk_scale - base[:, None])
     shrink = tl.exp2(top - base)
-    total = total * shrink + tl.sum(p, 1)
+    if LATE_SUM:
+        total = total * shrink[:, None] + p
+    else:
+        total = total * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
     if TOKEN_SCALES:
         p = p * v_scales[None, :]
@@ -107,7 +108,7 @@ def walk_tiles(
     stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, SAME_STRIDES: tl.constexpr, LATE_SUM: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens [begin, stop) of one table into the running state; with MASKED they end at `end` <= `stop`."""
     n = tl.arange(0, BN)
@@ -145,7 +146,7 @@ def walk_tiles(
             v_scales = tl.load(vs_ptr, mask=cols < end, other=0.0)
         top, total, acc, acc_odd = tile_step(
             q, q_odd, k, v, cols, end, limit, row_begin, k_scales, v_scales, qk_scale, soft_cap, top, total, acc,
-            acc_odd, PAIRS, TOKEN_SCALES, CAP, WINDOW, MASKED,
+            acc_odd, PAIRS, TOKEN_SCALES, CAP, WINDOW, MASKED, LATE_SUM,
         )  # fmt: skip
     return top, total, acc, acc_odd
 
@@ -194,9 +195,6 @@ def attend_items(
     if HEAD_SCALES:
         qk_scale = qk_scale * tl.load(K_SCALE + head * stride_ks_head)
         out_scale = out_scale * tl.load(V_SCALE + head * stride_vs_head)
-    if PAIRS:
-        qk_scale = qk_scale * PAIR_SCALE
-        out_scale = out_scale * PAIR_SCALE
     k_token_scales = K_SCALE
     v_token_scales = V_SCALE
     record = ITEMS + cta * RECORD
@@ -226,7 +224,9 @@ def attend_items(
         else:
             q = tl.load(q_ptr + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0).to(TILE_DTYPE)
         top = tl.full([BM], NEG_INF, tl.float32)
-        total = tl.zeros([BM], tl.float32)
+        # Narrow tiles spread a row over all warps: they add up weights by column and over columns once, at the end.
+        LATE_SUM: tl.constexpr = BM < 64
+        total = tl.zeros([BM, BN] if LATE_SUM else [BM], tl.float32)
         acc = tl.zeros([BM, BLOCK_DV], tl.float32)
         acc_odd = 0.0
         if PAIRS:
@@ -243,7 +243,7 @@ def attend_items(
                 stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
                 stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
                 KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, False,
-                SAME_STRIDES,
+                SAME_STRIDES, LATE_SUM,
             )  # fmt: skip
         top, total, acc, acc_odd = walk_tiles(
             q, q_odd, K, V, table, k_token_scales, v_token_scales, head, mid, end, end, limit, row_begin,
@@ -251,8 +251,10 @@ def attend_items(
             stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
             stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
             KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, True,
-            SAME_STRIDES,
+            SAME_STRIDES, LATE_SUM,
         )  # fmt: skip
+        if LATE_SUM:
+            total = tl.sum(total, 1)
         if PAIRS:
             acc = tl.interleave(acc, acc_odd)
         dv = tl.arange(0, BLOCK_DV * 2 if PAIRS else BLOCK_DV)

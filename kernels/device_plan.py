@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +72,7 @@ class DevicePlan:
         self.sections: dict[str, Tensor] = {}
         self.heights: dict[int, int] = {}
         self.merge_grid = 0
+        self.bound: dict[Any, Any] = {}
         self.many_parts = capacity is not None
         self.table_stride = 0
         self.buffer: Tensor | None = None
@@ -122,6 +124,7 @@ class DevicePlan:
             "counts": counts, "lens": lens, "rows": forest.rows.reshape(-1), "merge_rows": forest.merge_rows,
             "merge_starts": forest.merge_starts, "merge_parts": forest.merge_parts,
         }  # fmt: skip
+        self.bound.clear()
         self.heights = forest.programs if self.capacity is None else self.full_grids()
         nothing = np.zeros((0, RECORD), np.int32)
         for height in self.heights:
@@ -129,7 +132,8 @@ class DevicePlan:
         host = self.pack(arrays)
         self.merge_grid = len(forest.merge_rows) if self.capacity is None else self.capacity.max_rows
         if self.capacity is None:
-            self.many_parts = forest.num_parts > MANY_PARTS * max(1, len(forest.merge_rows))
+            self.bound: dict[Any, Any] = {}
+        self.many_parts = forest.num_parts > MANY_PARTS * max(1, len(forest.merge_rows))
         assert self.buffer is not None
         self.buffer.copy_(host)
         self.reserve_parts(forest.num_parts)

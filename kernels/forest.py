@@ -26,10 +26,13 @@ Long = NDArray[np.int64]
 # first item of a program how many more it has and where they lie. A row is 4: row of q, sequence, tokens after it, 0.
 RECORD, ROW_RECORD = 8, 4
 TO_THE_END = np.iinfo(np.int32).max  # `end` of a sequence's last item: it grows with the length on the device
-ITEM_OVERHEAD_TOKENS = 48  # a new item refills the load pipeline: about 1 us of one program, in tokens
+ITEM_OVERHEAD_TOKENS = 128  # a new item refills the load pipeline: about 2 us of one program, in tokens
 ITEM_OVERHEAD_BYTES = 32 * 1024
 MIN_PIECE_TOKENS = 64
 CUT_TOKENS = 64  # cuts inside a tile fall on multiples of this
+JOIN_SHARE = 0.1  # tiles of 32 rows that have this share of the narrow tokens make the 16-row tiles join their launch
+TALL_COST = 1.6  # time of a token of a tall tile, in tokens of a narrow one
+BESIDE_SHARE = 1.5  # narrow work up to this many times the tall work fills only the room that tall tiles leave
 WHOLE_TILE_SLACK = 1.08  # whole tiles (no merge) are kept if the longest program has at most this much more work
 
 
@@ -166,12 +169,22 @@ class Tiles:
     leaf: NDArray[np.bool_]
 
 
+def join_heights(packed_rows: Long, tokens: Long) -> Long:
+    """Return the tile height of each segment: the least that holds its rows, but few different ones (each is a launch)."""
+    classes = np.array(TILE_ROWS)
+    height = classes[np.minimum(np.searchsorted(classes, packed_rows), len(classes) - 1)]
+    work = {h: int(tokens[height == h].sum()) for h in TILE_ROWS}
+    if work[32] and work[32] >= JOIN_SHARE * (work[16] + work[32]):
+        height = np.where(height == 16, 32, height)
+    if work[64] and work[128] >= work[64]:
+        height = np.where(height == 64, 128, height)
+    return height
+
+
 def cut_rows(segments: Segments, group_size: int, row_limits: Long) -> Tiles:
     """Cut segments into tiles along rows; a leaf tile ends where its last row ends. Empty tiles are dropped."""
     rows = segments.row1 - segments.row0
-    classes = np.array(TILE_ROWS)
-    slot = np.minimum(np.searchsorted(classes, rows * group_size), len(classes) - 1)
-    height = classes[slot]
+    height = join_heights(rows * group_size, segments.end - segments.begin)
     per_tile = height // group_size
     counts = -(-rows // per_tile)
     seg = np.repeat(np.arange(len(rows)), counts)
@@ -203,6 +216,17 @@ def cut_points(length: Long, programs: int, *, whole: bool) -> Long:
     return np.sort(tokens_before[tile] + offset.astype(np.int64))
 
 
+def even_piece(length: Long, programs: int) -> int:
+    """Return a piece length that cuts every tile for programs of its own, if that beats equal work; else 0."""
+    if len(length) > programs:
+        return 0
+    longest = int(length.max())
+    share = -(-longest // (programs // len(length)))
+    each = -(-share // CUT_TOKENS) * CUT_TOKENS
+    balanced = (int(length.sum()) + len(length) * ITEM_OVERHEAD_TOKENS) / programs + ITEM_OVERHEAD_TOKENS
+    return each if each + ITEM_OVERHEAD_TOKENS <= balanced else 0
+
+
 def cut_tokens(length: Long, programs: int, *, merging: bool) -> tuple[Long, Long, Long, Long]:
     """Cut tiles of the given lengths along tokens for at most `programs` programs.
 
@@ -212,7 +236,12 @@ def cut_tokens(length: Long, programs: int, *, merging: bool) -> tuple[Long, Lon
     before = np.cumsum(length) - length
     total = int(length.sum())
     programs = max(1, min(programs, -(-total // MIN_PIECE_TOKENS)))
-    points = cut_points(length, programs, whole=False)
+    each = even_piece(length, programs)
+    if each:
+        points = np.concatenate([np.arange(at, at + n, each) for at, n in zip(before, length, strict=True)])[1:]
+        programs = len(points) + 1
+    else:
+        points = cut_points(length, programs, whole=False)
     if not merging:
         rounded = cut_points(length, programs, whole=True)
         loads = np.diff(np.concatenate([[0], rounded, [total]]))
@@ -251,6 +280,13 @@ def merge_lists(
     return part, rows, starts, cell[by_row], int(width.sum())
 
 
+def runs_beside(tiles: Tiles) -> bool:
+    """Return whether narrow tiles run in the room that tall ones leave: while those take long, more would wait for them."""
+    work = tiles.end - tiles.begin
+    tall = tiles.height >= 64
+    return bool(tall.any()) and int(work[~tall].sum()) <= BESIDE_SHARE * TALL_COST * int(work[tall].sum())
+
+
 def first_items_first(records: Array, starts: Long) -> Array:
     """Move each program's first item to the front, in order, and note there where its other items follow."""
     programs = len(starts) - 1
@@ -284,13 +320,14 @@ def build_forest(
     limits = np.maximum(lens64[row_seq] - row_back, 0)[sorted_rows]
     tiles = cut_rows(segments, spec.group_size, limits)
     merging = bool((~tiles.leaf).any())
+    beside = runs_beside(tiles)
     heights, chunks, starts = [], [], []
     for height in TILE_ROWS:
         own = np.flatnonzero(tiles.height == height)
         if not len(own):
             continue
         own = own[np.argsort(-(tiles.end - tiles.begin)[own], kind="stable")] if merging else own
-        programs = ctas_per_head(config_of(height), spec, device)
+        programs = ctas_per_head(config_of(height), spec, device, beside=beside and height < 64)
         tile, first, last, program = cut_tokens((tiles.end - tiles.begin)[own], programs, merging=merging)
         tile = own[tile]
         to_end = tiles.leaf[tile] & (tiles.begin[tile] + last == tiles.end[tile])

@@ -42,6 +42,7 @@ class TileConfig:
 
     `block_n` tokens a step, `num_warps`, `num_stages` of the load pipeline, `ctas_per_sm` resident programs the plan fills,
     `split` runs whole tiles without masks first, `max_registers` 0: no cap.
+    `ctas_beside` are the resident programs where a taller class runs at the same time.
     """
 
     block_n: int
@@ -50,6 +51,7 @@ class TileConfig:
     ctas_per_sm: int
     split: bool = False
     max_registers: int = 0
+    ctas_beside: int = 1
 
 
 def next_power_of_two(n: int) -> int:
@@ -104,14 +106,17 @@ def fit_shared_memory(config: TileConfig, kv_bytes: int, block_d: int, tile_rows
     return TileConfig(**fields)
 
 
-def uses_pairs(spec: AttentionSpec, tile_rows: int, *, interpreted: bool) -> bool:
+def uses_pairs(spec: AttentionSpec, tile_rows: int, arch: int, *, interpreted: bool) -> bool:
     """Return whether fp8 KV is read as pairs (int16), which lets `ldmatrix` transpose it; narrow tiles on a GPU only."""
     return (
-        spec.kv_dtype == torch.float8_e4m3fn and tile_rows < 64 and not interpreted
+        spec.kv_dtype == torch.float8_e4m3fn and tile_rows < 64 and arch >= 89 and not interpreted
         and spec.head_dim % 2 == 0 and spec.v_head_dim % 2 == 0 and min(spec.head_dim, spec.v_head_dim) >= 32
     )  # fmt: skip
 
 
-def ctas_per_head(config: TileConfig, spec: AttentionSpec, device: DeviceInfo) -> int:
-    """Return how many programs per KV head fill the device once."""
-    return max(1, device.num_sms * config.ctas_per_sm // spec.num_kv_heads)
+def ctas_per_head(
+    config: TileConfig, spec: AttentionSpec, device: DeviceInfo, *, beside: bool = False
+) -> int:  # fmt: skip
+    """Return how many programs per KV head fill the device once, or the room `beside` the programs of tall tiles."""
+    per_sm = config.ctas_beside if beside else config.ctas_per_sm
+    return max(1, device.num_sms * per_sm // spec.num_kv_heads)

@@ -6,6 +6,7 @@ Shapes: pools are `[num_blocks, kv_heads, block_size, D]` with any strides (last
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Sequence
@@ -20,8 +21,10 @@ from radixpool.kernels.rope import RoPE
 from radixpool.kernels.spec import Backend, choose_backend
 
 MAX_DECODE_QUERY_LEN = 8
+MAX_KINDS = 64  # kinds of calls that a plan remembers as checked
 
 
+@functools.lru_cache(maxsize=32)
 def implementation(backend: Backend | None, device: torch.device) -> Any:
     """Return the module that implements the operations for `device`. Imports triton only when it is needed."""
     if choose_backend(device, backend) == "torch":
@@ -88,6 +91,11 @@ def apply_rope(x: Tensor, rope: RoPE, *, backend: Backend | None = None) -> Tens
     return result
 
 
+def tensor_kind(x: Any) -> Any:
+    """Return all that the checks and the choice of kernels look at in an argument; equal kinds need no second look."""
+    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x)
+
+
 def extend(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float | None = None, window: int = 0,
     soft_cap: float = 0.0, sinks: Tensor | None = None, k_scale: float | Tensor | None = None,
@@ -104,22 +112,30 @@ def extend(
     The KV of the new tokens must already be in the pool. `debug=True` checks all block ids first.
     O(sum of query_len * seq_len * Hq * D) work; each block that several sequences share is read once for all of them.
     """
-    checks.check_attention(q, k_pool, v_pool, plan, sinks)
-    checks.check_scale("k_scale", k_scale, k_pool)
-    checks.check_scale("v_scale", v_scale, v_pool)
     if scale is not None and not scale > 0:
         raise ValueError(f"scale: expected a positive number, got {scale}")
     if window < 0 or soft_cap < 0:
         raise ValueError(f"window, soft_cap: expected no negative value, got {window}, {soft_cap}")
-    out = checked_output("out", out, q, (*q.shape[:2], plan.spec.v_head_dim), q.dtype)
-    if lse is not None:
-        checked_output("lse", lse, q, tuple(q.shape[:2]), torch.float32)
+    kind = (tensor_kind(q), tensor_kind(k_pool), tensor_kind(v_pool), tensor_kind(sinks), tensor_kind(k_scale),
+            tensor_kind(v_scale), tensor_kind(out), tensor_kind(lse), plan.num_rows)  # fmt: skip
+    if kind not in plan.checked:
+        checks.check_attention(q, k_pool, v_pool, plan, sinks)
+        checks.check_scale("k_scale", k_scale, k_pool)
+        checks.check_scale("v_scale", v_scale, v_pool)
+        checked_output("out", out, q, (*q.shape[:2], plan.spec.v_head_dim), q.dtype)
+        if lse is not None:
+            checked_output("lse", lse, q, tuple(q.shape[:2]), torch.float32)
+        if len(plan.checked) >= MAX_KINDS:
+            plan.checked.clear()
+        plan.checked.add(kind)
+    if out is None:
+        out = torch.empty((*q.shape[:2], plan.spec.v_head_dim), dtype=q.dtype, device=q.device)
     if debug:
         checks.check_table_bounds(plan, k_pool.shape[0])
     impl = implementation(plan.spec.backend, q.device)
     impl.attention(
         q, k_pool, v_pool, plan, scale=1 / math.sqrt(q.shape[2]) if scale is None else scale, window=window,
-        soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+        soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, kind=kind,
     )  # fmt: skip
     return out
 

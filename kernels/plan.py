@@ -43,6 +43,7 @@ class ForestPlan:
     sharing: Literal["forest", "none"] = "forest"
     forest: Forest | None = None
     device_plan: DevicePlan | None = None
+    checked: set[Any] = field(default_factory=set)
     planned_lens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property

@@ -15,6 +15,8 @@ from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
 
 FP8_MAX = 448.0
+TILE_TOKENS = 512  # KV positions of one step of the CPU's attention; part of its results' bits
+MIN_ROWS = 4  # rows below which the CPU's matrix product takes another path
 
 
 def scale_for(scale: float | Tensor, blocks: Tensor) -> float | Tensor:
@@ -32,47 +34,63 @@ def gather_kv(pool: Tensor, blocks: Tensor, num_tokens: int, scale: float | Tens
     return x.transpose(0, 1).reshape(1, pool.shape[1], -1, pool.shape[3])[:, :, :num_tokens]
 
 
-def visible_mask(query_len: int, seq_len: int, window: int) -> Tensor:
-    """Return bool `[query_len, seq_len]`: which KV position each query token may see."""
-    limit = torch.arange(seq_len - query_len + 1, seq_len + 1)[:, None]
-    pos = torch.arange(seq_len)[None, :]
+def tile_mask(query_len: int, seq_len: int, start: int, end: int, window: int, device: torch.device) -> Tensor:
+    """Return bool `[query_len, end - start]`: which KV positions from `start` to `end` each query token may see."""
+    limit = torch.arange(seq_len - query_len + 1, seq_len + 1, device=device)[:, None]
+    pos = torch.arange(start, end, device=device)[None, :]
     return (pos < limit) & (pos >= limit - window) if window else pos < limit
 
 
 def attend_one(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, soft_cap: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend `q` `[Lq, Hq, D]` to one sequence; return float32 `[Lq, Hq, Dv]` and natural-log LSE `[Lq, Hq]`."""
+    """Attend `q` `[Lq, Hq, D]` to one sequence; return float32 `[Lq, Hq, Dv]` and natural-log LSE `[Lq, Hq]`.
+
+    KV is walked in tiles that start at position 0 and rows are padded to at least four, because the CPU's matrix product gives a
+    row the same bits among four or more. So a row's result depends on its own tokens only: not on the batch, nor on
+    where a prompt was cut into chunks. A tile that a row can't see changes none of its bits.
+    """
     query_len, seq_len, kv_heads = q.shape[0], k.shape[2], k.shape[1]
-    grouped = q.float().transpose(0, 1).reshape(kv_heads, -1, query_len, q.shape[2])
-    scores = torch.matmul(grouped, k[0][:, None].transpose(-1, -2)) * scale
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    if query_len > 1 or window or seq_len < query_len:
-        scores = scores.masked_fill(~visible_mask(query_len, seq_len, window), -math.inf)
-    lse = torch.logsumexp(scores, -1)
+    rows = F.pad(q.float(), (0, 0, 0, 0, 0, max(0, MIN_ROWS - query_len)))
+    grouped = rows.permute(1, 0, 2).reshape(kv_heads, -1, q.shape[2])
+    group = q.shape[1] // kv_heads
+    top = grouped.new_full(grouped.shape[:2], -math.inf)
+    total, out = torch.zeros_like(top), grouped.new_zeros(*grouped.shape[:2], v.shape[3])
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.reshape(kv_heads, -1, 1).expand_as(lse))
-    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    out = torch.matmul(weights, v[0][:, None])
-    return out.reshape(-1, query_len, v.shape[3]).transpose(0, 1), lse.reshape(-1, query_len).transpose(0, 1)
-
-
-def attend_one_fast(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """Attend without LSE, window, cap or sinks by torch's fused kernel; float32 `[Lq, Hq, Dv]`."""
-    query_len, seq_len = q.shape[0], k.shape[2]
-    mask = None if query_len == 1 else visible_mask(query_len, seq_len, 0)
-    x = q.float().transpose(0, 1)[None]
-    return F.scaled_dot_product_attention(x, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        top = sinks.float().reshape(kv_heads, group, 1).expand(-1, -1, len(rows)).reshape(kv_heads, -1)
+        total = torch.ones_like(top)
+    first = max(0, seq_len - query_len + 1 - window) // TILE_TOKENS * TILE_TOKENS if window else 0
+    for start in range(first, seq_len, TILE_TOKENS):
+        end = min(start + TILE_TOKENS, seq_len)
+        keys, values = k[0, :, start:end], v[0, :, start:end]
+        if end - start < TILE_TOKENS:
+            keys, values = (F.pad(x, (0, 0, 0, TILE_TOKENS - (end - start))) for x in (keys, values))
+        scores = torch.matmul(grouped, keys.transpose(1, 2)) * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if window or end > seq_len - query_len + 1 or end - start < TILE_TOKENS:
+            mask = tile_mask(query_len, seq_len, start, start + TILE_TOKENS, window, q.device)
+            mask = F.pad(mask, (0, 0, 0, len(rows) - query_len))
+            scores = scores.unflatten(1, (group, -1)).masked_fill(~mask, -math.inf).flatten(1, 2)
+        new_top = torch.maximum(top, scores.amax(-1))
+        base = torch.where(new_top == -math.inf, 0.0, new_top)
+        weights = torch.exp(scores - base[..., None])
+        shrink = torch.exp(top - base)
+        total = total * shrink + weights.sum(-1)
+        out = out * shrink[..., None] + torch.matmul(weights, values)
+        top = new_top
+    lse = top + torch.log(total)
+    out = out / torch.where(total > 0, total, 1.0)[..., None]
+    rows_first = out.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)
+    return rows_first[:query_len], lse.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)[:query_len]
 
 
 def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float, window: int, soft_cap: float,
     sinks: Tensor | None, k_scale: float | Tensor | None, v_scale: float | Tensor | None, out: Tensor,
-    lse: Tensor | None,
+    lse: Tensor | None, kind: object = None,
 ) -> None:  # fmt: skip
     """Write causal attention of the planned batch to `out` (and `lse`). O(sum of query_len * seq_len)."""
-    plain = lse is None and not window and not soft_cap and sinks is None
     for i, blocks_needed in enumerate(plan.blocks_needed.tolist()):
         start, end, seq_len = int(plan.query_starts[i]), int(plan.query_starts[i + 1]), int(plan.seq_lens[i])
         if start == end:
@@ -80,9 +98,6 @@ def attention(
         blocks = torch.from_numpy(plan.block_tables[i, :blocks_needed]).long().to(k_pool.device)
         k = gather_kv(k_pool, blocks, seq_len, k_scale)
         v = gather_kv(v_pool, blocks, seq_len, v_scale)
-        if plain and seq_len >= end - start:
-            out[start:end] = attend_one_fast(q[start:end], k, v, scale=scale).to(out.dtype)
-            continue
         o, m = attend_one(q[start:end], k, v, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
         out[start:end] = o.to(out.dtype)
         if lse is not None:
@@ -135,7 +150,7 @@ def write_one(x: Tensor, pool: Tensor, slots: Tensor, scale: float | Tensor | No
         scale[block, :, offset] = per_token
         factor: Tensor | float = per_token[..., None]
     else:
-        factor = 1.0 if scale is None else torch.as_tensor(scale).reshape(1, -1, 1)
+        factor = 1.0 if scale is None else torch.as_tensor(scale, device=x.device).reshape(1, -1, 1)
     pool.view(torch.uint8)[block, :, offset] = quantise(x, factor).view(torch.uint8)
 
 

@@ -110,44 +110,63 @@ def as_pairs(pool: Tensor) -> Tensor:
     return pool.view(torch.int16)
 
 
+class BoundCall:
+    """The launches of one plan for one kind of call: everything but the tensors, found once and kept with the plan."""
+
+    __slots__ = ("items", "merge", "merge_grid")
+
+    def __init__(self, plan: ForestPlan, features: Features, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+        spec, on_device = plan.spec, plan.device_plan
+        assert on_device is not None
+        chained = False
+        self.items: list[tuple[KernelVariant, tuple[int, int, int], Tensor, bool, tuple[int, ...]]] = []
+        for height in reversed(on_device.heights):
+            pairs = uses_pairs(spec, height, on_device.device.arch, interpreted=INTERPRETED)
+            variant = attend_variant(spec, plan.config_for(height), height, features, pairs=pairs, chained=chained)
+            grid = (spec.num_kv_heads, on_device.heights[height], 1)
+            k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
+            strides = (q.stride(0), q.stride(1), on_device.table_stride, *k.stride()[:3], *v.stride()[:3])
+            self.items.append((variant, grid, on_device.sections[f"items{height}"], pairs, strides))
+            chained = features.pdl
+        self.merge_grid = (on_device.merge_grid, spec.num_q_heads, 1)
+        self.merge = merge_variant(spec, features, many=on_device.many_parts, chained=chained and features.pdl)
+
+
 def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float, window: int, soft_cap: float,
-    sinks: Tensor | None, k_scale: Scale, v_scale: Scale, out: Tensor, lse: Tensor | None,
+    sinks: Tensor | None, k_scale: Scale, v_scale: Scale, out: Tensor, lse: Tensor | None, kind: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    """Launch attention for a planned batch; writes every row of `out` and `lse`."""
-    spec, on_device = plan.spec, plan.device_plan
+    """Launch attention for a planned batch; writes every row of `out` and `lse`. Calls of one `kind` share their binding."""
+    on_device = plan.device_plan
     assert on_device is not None
     k_number, v_number, k_tensor, v_tensor = split_scales(k_scale, v_scale)
-    token_scales = k_tensor is not None and k_tensor.ndim == 3
-    pdl = on_device.device.pdl
-    features = Features(
-        head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
-        window=window > 0, sinks=sinks is not None, lse=lse is not None,
-        same_strides=k_pool.stride() == v_pool.stride(), pdl=pdl,
-    )  # fmt: skip
+    aligned = (q.data_ptr() | k_pool.data_ptr() | v_pool.data_ptr() | out.data_ptr()) % 16 == 0
+    key = (kind, window > 0, soft_cap > 0, aligned)
+    bound = on_device.bound.get(key)
+    if bound is None:
+        token_scales = k_tensor is not None and k_tensor.ndim == 3
+        features = Features(
+            head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
+            window=window > 0, sinks=sinks is not None, lse=lse is not None,
+            same_strides=k_pool.stride() == v_pool.stride(), pdl=on_device.device.pdl,
+        )  # fmt: skip
+        bound = on_device.bound[key] = BoundCall(plan, features, q, k_pool, v_pool)
     sections, part, dummy = on_device.sections, on_device.part, on_device.part_lse
     lse_out, sinks_in = (dummy if lse is None else lse), (dummy if sinks is None else sinks)
-    chained = False
-    for height in reversed(on_device.heights):
-        pairs = uses_pairs(spec, height, interpreted=INTERPRETED)
-        variant = attend_variant(
-            spec, plan.config_for(height), height, features, pairs=pairs, chained=chained and pdl
-        )  # fmt: skip
+    numbers = (scale * k_number, v_number, float(soft_cap), window)
+    scales = (*scale_strides(k_tensor), *scale_strides(v_tensor))
+    for variant, grid, items, pairs, strides in bound.items:
         k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
-        variant.launch((spec.num_kv_heads, on_device.heights[height], 1), (
-            q, k, v, out, lse_out, part, dummy, on_device.tables, sections["lens"], sections[f"items{height}"],
-            sections["rows"], dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor,
-            sinks_in, scale * k_number, v_number, float(soft_cap), window, q.stride(0), q.stride(1),
-            on_device.table_stride, *k.stride()[:3], *v.stride()[:3], *scale_strides(k_tensor),
-            *scale_strides(v_tensor),
-        ))  # fmt: skip
-        chained = True
+        variant.launch(grid, (
+            q, k, v, out, lse_out, part, dummy, on_device.tables, sections["lens"], items, sections["rows"],
+            dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor, sinks_in, *numbers,
+            *strides, *scales,
+        ), key)  # fmt: skip
     if on_device.merge_grid:
-        variant = merge_variant(spec, features, many=on_device.many_parts, chained=chained and pdl)
-        variant.launch((on_device.merge_grid, spec.num_q_heads, 1), (
+        bound.merge.launch(bound.merge_grid, (
             part, dummy, out, lse_out, sections["merge_rows"], sections["merge_starts"], sections["merge_parts"],
             sections["counts"], sinks_in,
-        ))  # fmt: skip
+        ), key)  # fmt: skip
 
 
 def rope_arguments(x: Tensor, rope: RoPE | None) -> tuple[Tensor, Tensor, int, bool]:

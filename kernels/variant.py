@@ -36,17 +36,20 @@ class KernelVariant:
         self.values = tuple(constants[name] for name in names[len(names) - len(constants) :])
         self.compiled: dict[Any, Any] = {}
 
-    def launch(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-        """Launch on the current stream of the first argument's device; compiles at the first call of its kind."""
+    def launch(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], kind: Any = None) -> None:
+        """Launch on the current stream of the first argument's device; compiles at the first call of its kind.
+
+        `kind` must tell apart whatever `specialisation` of the arguments would; by default it is that.
+        """
         if INTERPRETED:
             self.function[grid](*arguments, **self.constants)
             return
         device = arguments[0].device.index
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self.launch(grid, arguments)
+                self.launch(grid, arguments, kind)
             return
-        key = (device, *map(specialisation, arguments))
+        key = (device, tuple(map(specialisation, arguments)) if kind is None else kind)
         kernel = self.compiled.get(key)
         if kernel is None:
             self.compiled[key] = self.function[grid](*arguments, **self.constants, **self.options)

@@ -248,3 +248,15 @@ def test_update_keeps_the_cut_while_rows_only_grow(make_batch, backend):
     tables = batch.tables.clone()
     tables[0, 0] = tables[1, 0]
     assert not plan.update(tables, torch.tensor(batch.lens), batch.query_lens)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
+def test_a_row_of_the_cpu_has_the_same_bits_in_any_batch_and_chunk(make_batch, options):
+    whole = make_batch(backend="torch", heads=(9, 3), head_dim=64, lens=(1100, 700), new=(1100, 1))
+    want, _ = whole.run(**options)
+    for first, last in ((0, 1), (1, 3), (3, 512), (512, 1000), (1000, 1099), (1099, 1100)):
+        part = make_batch(backend="torch", heads=(9, 3), head_dim=64, lens=(last, 40), new=(last - first, 3))
+        part.q[: last - first] = whole.q[first:last]
+        part.k_pool, part.v_pool = whole.k_pool, whole.v_pool
+        part.tables = whole.tables.clone()
+        assert torch.equal(part.run(**options)[0][: last - first], want[first:last])

@@ -97,7 +97,7 @@ def test_a_captured_graph_serves_other_lengths(make_batch, heads):
     with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
         attend(batch.q, batch.k_pool, batch.v_pool, plan, out=out, lse=lse)
     torch.cuda.synchronize()
-    for lens in ((700, 33, 0, 64), (1, 1, 1, 1), (600, 33, 0, 47), (699, 20, 0, 63)):
+    for lens in ((700, 33, 0, 64), (1, 1, 0, 1), (600, 33, 0, 47), (699, 20, 0, 63)):
         batch.lens = lens
         plan.update(batch.tables, torch.tensor(lens), batch.query_lens)
         out.fill_(math.nan)

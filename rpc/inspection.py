@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -52,13 +53,25 @@ class ServiceCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """A tenant's quota and what is used of it, in blocks. `max_blocks` None: no maximum."""
+
+    tenant: str
+    guaranteed_blocks: int
+    max_blocks: int | None
+    used_blocks: int
+    cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
-    """Every counter at one moment."""
+    """Every counter at one moment. `tenants` are those with a quota."""
 
     incarnation: int
     generation: int
     cache: CacheCounters
     service: ServiceCounters
+    tenants: tuple[TenantUsage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +152,52 @@ class ClientView:
     lease_remaining_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A pin over `pinned_tokens` leading tokens."""
+
+    pin_id: int
+    pinned_tokens: int
+
+
+class FlushMode(Enum):
+    """What a flush does with what is in use: refuse, leave it findable, or let its holders finish unfindable."""
+
+    IDLE_ONLY = 1
+    DRAIN = 2
+    NEW_GENERATION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """`held_blocks` become free when their holders go."""
+
+    freed_blocks: int
+    held_blocks: int
+
+
+class MissReason(Enum):
+    """Why a prompt is not cached any further."""
+
+    BELOW_BLOCK_GRANULARITY = 1
+    IN_FLIGHT = 2
+    EVICTED = 3
+    OTHER_NAMESPACE = 4
+    NEVER_SEEN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """How far a prompt is cached, and why no further. What does not apply to the reason is None or empty."""
+
+    cached_tokens: int
+    reason: MissReason
+    removed_ms_ago: int | None
+    producers: tuple[SequenceInfo, ...]
+    other_namespace: Namespace | None
+    other_cached_tokens: int
+
+
 _STATE_FROM_WIRE = {
     admin_pb2.BLOCK_STATE_FREE: BlockState.FREE,
     admin_pb2.BLOCK_STATE_CACHED: BlockState.CACHED,
@@ -153,7 +212,21 @@ def stats_from_wire(message: admin_pb2.GetStatsResponse) -> Stats:
     cache = {name: getattr(message.cache, name) for name in CacheCounters.__dataclass_fields__}
     service = {name: getattr(message.service, name) for name in ServiceCounters.__dataclass_fields__}
     return Stats(
-        message.header.incarnation, message.header.generation, CacheCounters(**cache), ServiceCounters(**service)
+        message.header.incarnation,
+        message.header.generation,
+        CacheCounters(**cache),
+        ServiceCounters(**service),
+        tuple(map(_tenant_from_wire, message.tenants)),
+    )
+
+
+def _tenant_from_wire(message: admin_pb2.TenantUsage) -> TenantUsage:
+    return TenantUsage(
+        message.tenant,
+        message.guaranteed_blocks,
+        message.max_blocks if message.HasField("max_blocks") else None,
+        message.used_blocks,
+        message.cached_blocks,
     )
 
 
@@ -217,3 +290,16 @@ def client_from_wire(info: admin_pb2.ClientInfo) -> ClientView:
     """Return one client."""
     role = cache_pb2.ClientRole.Name(info.role).removeprefix("CLIENT_ROLE_").lower()
     return ClientView(info.name, role, info.epoch, info.num_sequences, info.lease_remaining_ms)
+
+
+def miss_from_wire(message: admin_pb2.ExplainMissResponse) -> Miss:
+    """Return the explanation of a reply."""
+    has_other = message.HasField("other_namespace")
+    return Miss(
+        cached_tokens=message.cached_tokens,
+        reason=MissReason(message.reason),
+        removed_ms_ago=message.removed_ms_ago if message.HasField("removed_ms_ago") else None,
+        producers=tuple(map(sequence_from_wire, message.producers)),
+        other_namespace=namespace_from_wire(message.other_namespace) if has_other else None,
+        other_cached_tokens=message.other_cached_tokens,
+    )

@@ -26,6 +26,9 @@ MAX_CLIENTS: Final = 4096
 MAX_SEQUENCES_PER_CLIENT: Final = 65_536
 MAX_SESSIONS: Final = 64
 """Open Session streams; each holds one server thread."""
+MAX_SUBSCRIBERS: Final = 16
+"""Open SubscribeEvents streams; each holds one server thread."""
+EVENTS_PER_MESSAGE: Final = 64
 UNARY_THREADS: Final = 8
 """Server threads beyond those of the streams. One lock guards the cache, so more would only queue."""
 MAX_METADATA_BYTES: Final = 16 << 10

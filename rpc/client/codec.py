@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from radixpool.radix import CopyOrder
+from radixpool.radix import CopyOrder, Namespace
 from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import operations as ops
 from radixpool.rpc.convert import (
     block_ids_from_wire,
+    namespace_to_wire,
     optional_namespace_to_wire,
     tokens_from_wire,
 )
@@ -247,3 +248,8 @@ def inspect_sequence_request(sequence: bytes | int) -> admin_pb2.InspectSequence
     if isinstance(sequence, bytes):
         return admin_pb2.InspectSequenceRequest(handle=sequence)
     return admin_pb2.InspectSequenceRequest(sequence_id=sequence)
+
+
+def prefix(tokens: ops.Tokens, namespace: Namespace) -> admin_pb2.Prefix:
+    """Return the message that names tokens in a namespace."""
+    return admin_pb2.Prefix(tokens=pack_tokens(tokens), namespace=namespace_to_wire(namespace))

@@ -1,49 +1,49 @@
-"""AdminService: counters, proofs and views for operators. Every answer is bounded."""
+"""AdminService: counters, proofs and views for operators, and what they steer. Every answer is bounded."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import os
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 
-from radixpool.radix import Namespace, NodeInfo
+from radixpool.radix import TenantUsage
 from radixpool.radix.errors import InvariantViolation
 from radixpool.rpc import limits
-from radixpool.rpc.convert import block_ids_to_wire, namespace_to_wire
-from radixpool.rpc.inspection import STATE_TO_WIRE
+from radixpool.rpc.manager import steering
 from radixpool.rpc.manager.engine import Engine
-from radixpool.rpc.manager.handles import Held
 from radixpool.rpc.manager.operations import checked_namespace
+from radixpool.rpc.manager.subscriptions import Subscription
+from radixpool.rpc.manager.views import Views
 from radixpool.v1 import admin_pb2 as pb
-from radixpool.v1 import admin_pb2_grpc, cache_pb2, common_pb2
+from radixpool.v1 import admin_pb2_grpc, cache_pb2
 
 _CACHE_FIELDS = tuple(field.name for field in pb.CacheStats.DESCRIPTOR.fields)
-_SALT_HASH_BYTES = 4
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Reads under the engine's lock; changes nothing."""
+    """Everything under the engine's lock."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._salt_key = os.urandom(hashlib.blake2b.MAX_KEY_SIZE)
+        self._views = Views()
 
     def GetStats(self, request: pb.GetStatsRequest, context: grpc.ServicerContext) -> pb.GetStatsResponse:
         engine = self._engine
         with engine.lock:
             cache = engine.cache.stats()
+            tenants = [_tenant_usage(usage) for usage in engine.cache.quotas()]
             service = pb.ServiceStats(
                 uptime_ms=engine.uptime_ms(),
                 num_clients=len(engine.leases),
                 expired_leases=engine.expired_leases,
                 fenced_requests=engine.fenced_requests,
-                open_sessions=engine.open_sessions,
+                open_sessions=engine.sessions.taken,
             )
         counters = pb.CacheStats(**{name: getattr(cache, name) for name in _CACHE_FIELDS})
-        reply = pb.GetStatsResponse(cache=counters, service=service)
+        reply = pb.GetStatsResponse(cache=counters, service=service, tenants=tenants)
         engine.stamp(reply.header)
         return reply
 
@@ -67,7 +67,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             nodes = list(itertools.islice(self._engine.cache.nodes(namespace), count))
             total = self._engine.cache.stats().num_nodes
         reply = pb.InspectTreeResponse(
-            nodes=map(self._tree_node, nodes), total_nodes=total, block_size=self._engine.options.block_size
+            nodes=map(self._views.node, nodes), total_nodes=total, block_size=self._engine.options.block_size
         )
         self._engine.stamp(reply.header)
         return reply
@@ -79,15 +79,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         with self._engine.lock:
             block = self._engine.cache.block_info(request.block_id)
             holders = [self._engine.handles.get_by_id(handle) for handle in block.holders]
-            reply = pb.InspectBlockResponse(
-                block_id=block.block_id,
-                state=STATE_TO_WIRE[block.state],
-                findable=block.findable,
-                block_index=block.position,
-                namespace=None if block.namespace is None else self._shown_namespace(block.namespace),
-                last_use=block.last_use,
-                holders=map(self._sequence_info, holders),
-            )
+            reply = self._views.block(block, holders)
             self._engine.stamp(reply.header)
         return reply
 
@@ -100,11 +92,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             reply = pb.InspectSequenceResponse(total_sequences=len(handles))
             match request.WhichOneof("sequence"):
                 case "handle":
-                    reply.sequences.append(self._sequence_details(handles.get(request.handle)))
+                    reply.sequences.append(self._views.sequence_with_table(handles.get(request.handle)))
                 case "sequence_id":
-                    reply.sequences.append(self._sequence_details(handles.get_by_id(request.sequence_id)))
+                    reply.sequences.append(self._views.sequence_with_table(handles.get_by_id(request.sequence_id)))
                 case _:
-                    reply.sequences.extend(map(self._sequence_info, itertools.islice(handles, count)))
+                    reply.sequences.extend(map(self._views.sequence, itertools.islice(handles, count)))
             self._engine.stamp(reply.header)
         return reply
 
@@ -125,46 +117,64 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._engine.stamp(reply.header)
         return reply
 
-    def _tree_node(self, node: NodeInfo) -> pb.TreeNode:
-        return pb.TreeNode(
-            level=node.level,
-            start_block=node.start,
-            block_ids=block_ids_to_wire(node.blocks),
-            holders=node.ref_count,
-            num_children=node.num_children,
-            state=STATE_TO_WIRE[node.state],
-            last_use=node.last_use,
-            pinned=node.pinned,
-            namespace=self._shown_namespace(node.namespace) if node.level == 0 else None,
-        )
+    def Pin(self, request: pb.PinRequest, context: grpc.ServicerContext) -> pb.PinResponse:
+        reply = pb.PinResponse()
+        self._change(request, reply, lambda: steering.pin(self._engine.cache, request, reply))
+        return reply
 
-    def _sequence_info(self, held: Held) -> pb.SequenceInfo:
-        sequence = held.sequence
-        return pb.SequenceInfo(
-            sequence_id=sequence.handle,
-            client_name=held.lease.name,
-            num_tokens=sequence.num_tokens,
-            cached_tokens=sequence.cached_tokens,
-            committed_tokens=sequence.committed_tokens,
-            num_blocks=sequence.num_blocks,
-            namespace=self._shown_namespace(sequence.namespace),
-        )
+    def Unpin(self, request: pb.UnpinRequest, context: grpc.ServicerContext) -> pb.UnpinResponse:
+        reply = pb.UnpinResponse()
+        self._change(request, reply, lambda: steering.unpin(self._engine.cache, request))
+        return reply
 
-    def _sequence_details(self, held: Held) -> pb.SequenceInfo:
-        info = self._sequence_info(held)
-        info.block_table = held.sequence.packed_block_table
-        return info
+    def SetRetention(self, request: pb.SetRetentionRequest, context: grpc.ServicerContext) -> pb.SetRetentionResponse:
+        reply, engine = pb.SetRetentionResponse(), self._engine
+        self._change(request, reply, lambda: steering.set_retention(engine.cache, engine.handles, request, reply))
+        return reply
 
-    def _shown_namespace(self, namespace: Namespace) -> common_pb2.Namespace:
-        """Show a salt as a hash under a key of this life: two salts can be told apart, none can be guessed."""
-        message = namespace_to_wire(namespace)
-        if message.cache_salt:
-            digest = hashlib.blake2b(message.cache_salt.encode(), key=self._salt_key, digest_size=_SALT_HASH_BYTES)
-            message.cache_salt = f"hash:{digest.hexdigest()}"
-        return message
+    def Evict(self, request: pb.EvictRequest, context: grpc.ServicerContext) -> pb.EvictResponse:
+        reply = pb.EvictResponse()
+        self._change(request, reply, lambda: steering.evict(self._engine.cache, request, reply))
+        return reply
+
+    def Flush(self, request: pb.FlushRequest, context: grpc.ServicerContext) -> pb.FlushResponse:
+        reply = pb.FlushResponse()
+        self._change(request, reply, lambda: steering.flush(self._engine, request, reply))
+        return reply
+
+    def SetQuota(self, request: pb.SetQuotaRequest, context: grpc.ServicerContext) -> pb.SetQuotaResponse:
+        reply = pb.SetQuotaResponse()
+        self._change(request, reply, lambda: steering.set_quota(self._engine.cache, request))
+        return reply
+
+    def ExplainMiss(self, request: pb.ExplainMissRequest, context: grpc.ServicerContext) -> pb.ExplainMissResponse:
+        reply = pb.ExplainMissResponse()
+        with self._engine.lock:
+            self._engine.misses.explain(request, reply, self._views)
+            self._engine.stamp(reply.header)
+        return reply
+
+    def SubscribeEvents(
+        self, request: pb.SubscribeEventsRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.SubscribeEventsResponse]:
+        with self._engine.subscribers.place():
+            yield from Subscription(self._engine, self._views, context.is_active).run(request)
+
+    def _change(self, request: Any, reply: Any, act: Callable[[], None]) -> None:
+        self._engine.run_once(request.header, reply, lambda _lease: act())
 
 
 def _bounded(field: str, value: int) -> int:
     if value > limits.MAX_INSPECTED:
         raise ValueError(f"{field} must be at most {limits.MAX_INSPECTED}, got {value}")
     return value or limits.DEFAULT_INSPECTED
+
+
+def _tenant_usage(usage: TenantUsage) -> pb.TenantUsage:
+    return pb.TenantUsage(
+        tenant=usage.tenant,
+        guaranteed_blocks=usage.guaranteed_blocks,
+        max_blocks=usage.max_blocks,
+        used_blocks=usage.used_blocks,
+        cached_blocks=usage.cached_blocks,
+    )

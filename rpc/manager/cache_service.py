@@ -116,14 +116,11 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     def Session(
         self, request_iterator: Iterator[pb.SessionRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.SessionResponse]:
-        self._engine.open_session()
-        try:
+        with self._engine.sessions.place():
             for request in request_iterator:
                 reply = pb.SessionResponse()
                 self._engine.run_batch(request, reply)
                 yield reply
-        finally:
-            self._engine.close_session()
 
 
 def _check_registration(request: pb.RegisterClientRequest) -> None:

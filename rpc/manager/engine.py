@@ -16,12 +16,14 @@ from typing import Any
 from radixpool.radix import EventLog, RadixCache
 from radixpool.radix.errors import InvariantViolation, RadixPoolError
 from radixpool.rpc import limits
-from radixpool.rpc.errors import Fenced, LimitExceeded, Recovering
+from radixpool.rpc.errors import Fenced, Recovering
 from radixpool.rpc.liveness import ProcessWatch
 from radixpool.rpc.manager.handles import HandleTable
 from radixpool.rpc.manager.leases import Lease, LeaseTable
+from radixpool.rpc.manager.misses import EventTimes, MissExplainer
 from radixpool.rpc.manager.operations import Operations
 from radixpool.rpc.manager.options import ManagerOptions
+from radixpool.rpc.manager.places import Places
 from radixpool.rpc.manager.pools import PoolRegistry
 from radixpool.rpc.manager.recovery import FormerLife
 from radixpool.rpc.manager.replies import ReplyCache
@@ -51,7 +53,9 @@ class Engine:
         self.generation = self.former_life.generation
         self.expired_leases = 0
         self.fenced_requests = 0
-        self.open_sessions = 0
+        self.sessions = Places("sessions", lambda: limits.MAX_SESSIONS)
+        self.subscribers = Places("event subscribers", lambda: limits.MAX_SUBSCRIBERS)
+        self.event_log_id = self.incarnation
         self.on_refusal: Callable[[str], None] = lambda _reason: None
         self.lock = threading.Lock()
         self._clock = clock
@@ -71,10 +75,14 @@ class Engine:
             self.options.num_blocks,
             self.options.block_size,
             policy=self.options.policy,
+            clock=self._clock,
             persistence=self.former_life.persistence,
             events=EventLog(),
         )
+        self.event_log_id += 1
         self.handles = HandleTable(self._random_bytes)
+        self._event_times = EventTimes(self._clock)
+        self.misses = MissExplainer(self.cache, self.handles, self._event_times)
         self.steps = WorkerSteps(self.cache, self._clock)
         self.operations = Operations(self.cache, self.handles, self.steps, on_refusal=self._refused)
 
@@ -86,7 +94,7 @@ class Engine:
     def run(self, kind: str, request: Any, reply: Any) -> None:
         """Run one operation under the header of its own request and fill `reply`. Raises what the operation raises."""
         self._require_recovered()
-        self._run_once(request.header, reply, lambda lease: self.operations.handlers[kind](lease, request, reply))
+        self.run_once(request.header, reply, lambda lease: self.operations.handlers[kind](lease, request, reply))
 
     def run_batch(
         self,
@@ -98,10 +106,10 @@ class Engine:
         if count > limits.MAX_BATCH_OPERATIONS:
             raise ValueError(f"operations: the limit is {limits.MAX_BATCH_OPERATIONS}, got {count}")
         self._require_recovered()
-        self._run_once(request.header, reply, lambda lease: self.operations.run_all(lease, request, reply))
+        self.run_once(request.header, reply, lambda lease: self.operations.run_all(lease, request, reply))
 
-    def _run_once(self, header: common_pb2.RequestHeader, reply: Any, act: Callable[[Lease], None]) -> None:
-        """Admit, then `act` and keep the outcome; a request that was here before gets its first outcome instead."""
+    def run_once(self, header: common_pb2.RequestHeader, reply: Any, act: Callable[[Lease], None]) -> None:
+        """Admit the caller, `act` and keep the outcome; a request that was here before gets its first one instead."""
         with self.lock:
             lease = self._admit(header)
             if not header.request_id:
@@ -211,6 +219,8 @@ class Engine:
                 self._bury(lease)
             for worker in self.steps.poll():
                 self._gone(worker)
+            self.cache.expire()
+            self._note_event_time()
             for _ in range(limits.EXPIRY_SLICE_SEQUENCES):
                 if not self._dying:
                     return False
@@ -220,6 +230,10 @@ class Engine:
                 else:
                     self.cache.release(held.sequence, after_step=self.steps.fence(held, None))
             return bool(self._dying)
+
+    def _note_event_time(self) -> None:
+        if self.cache.events is not None:
+            self._event_times.note(self.cache.events.last_seq)
 
     def _bury(self, dead: Lease) -> None:
         """Queue the sequences of an ended lease for the sweep; their handles are void from now on."""
@@ -246,25 +260,11 @@ class Engine:
             self.fenced_requests += 1
             raise
 
-    # Sessions.
-
-    def open_session(self) -> None:
-        """Count a new stream. Raises LimitExceeded."""
-        with self.lock:
-            if self.open_sessions >= limits.MAX_SESSIONS:
-                raise LimitExceeded(f"sessions: the limit is {limits.MAX_SESSIONS}, all are open")
-            self.open_sessions += 1
-
-    def close_session(self) -> None:
-        """Count a stream's end."""
-        with self.lock:
-            self.open_sessions -= 1
-
     # The pool.
 
     def register_pool(self, request: pool_pb2.RegisterPoolRequest, reply: pool_pb2.RegisterPoolResponse) -> None:
         """Take over a pool. One with other bytes than before empties the cache and fences every other client."""
-        self._run_once(request.header, reply, lambda holder: self._take_over_pool(request.pool, holder))
+        self.run_once(request.header, reply, lambda holder: self._take_over_pool(request.pool, holder))
 
     def _take_over_pool(self, pool: pool_pb2.Pool, holder: Lease) -> None:
         if self.pools.register(pool, holder):
@@ -282,6 +282,11 @@ class Engine:
         self.generation += 1
         self.former_life.pool_replaced(self.generation)
         self._start_cache()
+
+    def begin_generation(self) -> None:
+        """Count a new generation of content. The caller holds the lock."""
+        self.generation += 1
+        self.former_life.set_generation(self.generation)
 
     def close(self) -> None:
         """Let go of the directory; nothing may be called afterwards."""

@@ -120,7 +120,7 @@ class ManagerService:
                 clients={_role_name(role): count for role, count in roles.items()},
                 expired_leases=engine.expired_leases,
                 fenced_requests=engine.fenced_requests,
-                open_sessions=engine.open_sessions,
+                open_sessions=engine.sessions.taken,
             )
 
     def _server_credentials(self) -> grpc.ServerCredentials | None:

@@ -35,6 +35,8 @@ MAX_SWEEP_INTERVAL_S: Final = 0.5
 SWEEP_PAUSE_S: Final = 0.001
 """Between two slices of one sweep, so that waiting calls get the lock."""
 
+_NUM_THREADS: Final = limits.UNARY_THREADS + limits.MAX_SESSIONS + limits.MAX_SUBSCRIBERS
+
 _SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
@@ -66,7 +68,7 @@ class ManagerServer:
         self._credentials = credentials
         self._listener = Listener(options.listen)
         self._health = health.HealthServicer(experimental_non_blocking=True)
-        self._threads = ThreadPoolExecutor(limits.UNARY_THREADS + limits.MAX_SESSIONS, thread_name_prefix="rpc")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="rpc")
         self._server = grpc.server(
             self._threads,
             interceptors=[*interceptors, ErrorInterceptor()],

@@ -94,6 +94,6 @@ def test_the_number_of_streams_is_limited_and_calls_still_answer(client, monkeyp
 def test_a_closed_stream_frees_its_place(server, client, eventually):
     session = client.session()
     session.batch([])
-    assert server.engine.open_sessions == 1
+    assert server.engine.sessions.taken == 1
     session.close()
-    eventually(lambda: server.engine.open_sessions == 0)
+    eventually(lambda: server.engine.sessions.taken == 0)

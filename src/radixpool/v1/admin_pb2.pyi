@@ -43,6 +43,66 @@ BLOCK_STATE_HELD: BlockState.ValueType  # 3
 BLOCK_STATE_QUARANTINED: BlockState.ValueType  # 4
 Global___BlockState: _TypeAlias = BlockState  # noqa: Y015
 
+class _FlushMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FlushModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FlushMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FLUSH_MODE_UNSPECIFIED: _FlushMode.ValueType  # 0
+    FLUSH_MODE_IDLE_ONLY: _FlushMode.ValueType  # 1
+    """FLUSH_MODE_IDLE_ONLY refuses while anything is in use."""
+    FLUSH_MODE_DRAIN: _FlushMode.ValueType  # 2
+    """FLUSH_MODE_DRAIN frees what nobody holds and leaves the rest findable."""
+    FLUSH_MODE_NEW_GENERATION: _FlushMode.ValueType  # 3
+    """FLUSH_MODE_NEW_GENERATION makes everything unfindable at once; holders may finish."""
+
+class FlushMode(_FlushMode, metaclass=_FlushModeEnumTypeWrapper):
+    """FlushMode says what happens to what is in use."""
+
+FLUSH_MODE_UNSPECIFIED: FlushMode.ValueType  # 0
+FLUSH_MODE_IDLE_ONLY: FlushMode.ValueType  # 1
+"""FLUSH_MODE_IDLE_ONLY refuses while anything is in use."""
+FLUSH_MODE_DRAIN: FlushMode.ValueType  # 2
+"""FLUSH_MODE_DRAIN frees what nobody holds and leaves the rest findable."""
+FLUSH_MODE_NEW_GENERATION: FlushMode.ValueType  # 3
+"""FLUSH_MODE_NEW_GENERATION makes everything unfindable at once; holders may finish."""
+Global___FlushMode: _TypeAlias = FlushMode  # noqa: Y015
+
+class _MissReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
+    MISS_REASON_BELOW_BLOCK_GRANULARITY: _MissReason.ValueType  # 1
+    """MISS_REASON_BELOW_BLOCK_GRANULARITY: all whole blocks but the last token's are cached."""
+    MISS_REASON_IN_FLIGHT: _MissReason.ValueType  # 2
+    """MISS_REASON_IN_FLIGHT: a live sequence has the next block and has not committed it."""
+    MISS_REASON_EVICTED: _MissReason.ValueType  # 3
+    """MISS_REASON_EVICTED: the next block was cached and has been removed."""
+    MISS_REASON_OTHER_NAMESPACE: _MissReason.ValueType  # 4
+    """MISS_REASON_OTHER_NAMESPACE: the next block is cached in another namespace."""
+    MISS_REASON_NEVER_SEEN: _MissReason.ValueType  # 5
+    """MISS_REASON_NEVER_SEEN: as far as the manager remembers, nobody has committed the next block."""
+
+class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
+    """MissReason says why a prompt is not cached any further."""
+
+MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
+MISS_REASON_BELOW_BLOCK_GRANULARITY: MissReason.ValueType  # 1
+"""MISS_REASON_BELOW_BLOCK_GRANULARITY: all whole blocks but the last token's are cached."""
+MISS_REASON_IN_FLIGHT: MissReason.ValueType  # 2
+"""MISS_REASON_IN_FLIGHT: a live sequence has the next block and has not committed it."""
+MISS_REASON_EVICTED: MissReason.ValueType  # 3
+"""MISS_REASON_EVICTED: the next block was cached and has been removed."""
+MISS_REASON_OTHER_NAMESPACE: MissReason.ValueType  # 4
+"""MISS_REASON_OTHER_NAMESPACE: the next block is cached in another namespace."""
+MISS_REASON_NEVER_SEEN: MissReason.ValueType  # 5
+"""MISS_REASON_NEVER_SEEN: as far as the manager remembers, nobody has committed the next block."""
+Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
+
 @_typing.final
 class GetStatsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -65,26 +125,68 @@ class GetStatsResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     SERVICE_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     @_builtins.property
     def cache(self) -> Global___CacheStats: ...
     @_builtins.property
     def service(self) -> Global___ServiceStats: ...
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUsage]:
+        """tenants are those with a quota."""
+
     def __init__(
         self,
         *,
         header: _common_pb2.ResponseHeader | None = ...,
         cache: Global___CacheStats | None = ...,
         service: Global___ServiceStats | None = ...,
+        tenants: _abc.Iterable[Global___TenantUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "header", b"header", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "header", b"header", "service", b"service"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "header", b"header", "service", b"service", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class TenantUsage(_message.Message):
+    """TenantUsage is a tenant's quota and what is used of it, in blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    GUARANTEED_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    guaranteed_blocks: _builtins.int
+    max_blocks: _builtins.int
+    """max_blocks is unset when there is no maximum."""
+    used_blocks: _builtins.int
+    cached_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        guaranteed_blocks: _builtins.int = ...,
+        max_blocks: _builtins.int | None = ...,
+        used_blocks: _builtins.int = ...,
+        cached_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_blocks", b"_max_blocks", "max_blocks", b"max_blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_blocks", b"_max_blocks", "cached_blocks", b"cached_blocks", "guaranteed_blocks", b"guaranteed_blocks", "max_blocks", b"max_blocks", "tenant", b"tenant", "used_blocks", b"used_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_blocks: _TypeAlias = _typing.Literal["max_blocks"]  # noqa: Y015
+    _WhichOneofArgType__max_blocks: _TypeAlias = _typing.Literal["_max_blocks", b"_max_blocks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_blocks) -> _WhichOneofReturnType__max_blocks | None: ...
+
+Global___TenantUsage: _TypeAlias = TenantUsage  # noqa: Y015
 
 @_typing.final
 class CacheStats(_message.Message):
@@ -605,3 +707,660 @@ class ListClientsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListClientsResponse: _TypeAlias = ListClientsResponse  # noqa: Y015
+
+@_typing.final
+class Prefix(_message.Message):
+    """Prefix names tokens in a namespace."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.bytes
+    """tokens is packed little-endian uint32."""
+    @_builtins.property
+    def namespace(self) -> _common_pb2.Namespace: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_cache_pb2.MediaSpan]:
+        """media are the contents that placeholder tokens stand for, in order."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.bytes = ...,
+        namespace: _common_pb2.Namespace | None = ...,
+        media: _abc.Iterable[_cache_pb2.MediaSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["media", b"media", "namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prefix: _TypeAlias = Prefix  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    ttl_ms: _builtins.int
+    """ttl_ms ends the pin; 0 means never."""
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader: ...
+    @_builtins.property
+    def prefix(self) -> Global___Prefix: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        prefix: Global___Prefix | None = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "prefix", b"prefix"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "prefix", b"prefix", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    PINNED_TOKENS_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.int
+    pinned_tokens: _builtins.int
+    """pinned_tokens is how many leading tokens are pinned, a whole number of blocks."""
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        pin_id: _builtins.int = ...,
+        pinned_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "pin_id", b"pin_id", "pinned_tokens", b"pinned_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
+
+@_typing.final
+class UnpinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.int
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        pin_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "pin_id", b"pin_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
+
+@_typing.final
+class UnpinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015
+
+@_typing.final
+class SetRetentionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    START_TOKEN_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """handle: what the sequence has committed and will commit."""
+    start_token: _builtins.int
+    """start_token and stop_token limit the range; whole blocks within it count."""
+    stop_token: _builtins.int
+    """stop_token unset means to the end."""
+    priority: _builtins.int
+    """priority is from 0 to 100; blocks have 35 until something else is said."""
+    ttl_ms: _builtins.int
+    """ttl_ms brings the default back; 0 means never."""
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader: ...
+    @_builtins.property
+    def prefix(self) -> Global___Prefix:
+        """prefix: what is cached of it now."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        prefix: Global___Prefix | None = ...,
+        handle: _builtins.bytes = ...,
+        start_token: _builtins.int = ...,
+        stop_token: _builtins.int | None = ...,
+        priority: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token", b"_stop_token", "handle", b"handle", "header", b"header", "prefix", b"prefix", "stop_token", b"stop_token", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token", b"_stop_token", "handle", b"handle", "header", b"header", "prefix", b"prefix", "priority", b"priority", "start_token", b"start_token", "stop_token", b"stop_token", "target", b"target", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__stop_token: _TypeAlias = _typing.Literal["stop_token"]  # noqa: Y015
+    _WhichOneofArgType__stop_token: _TypeAlias = _typing.Literal["_stop_token", b"_stop_token"]  # noqa: Y015
+    _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["prefix", "handle"]  # noqa: Y015
+    _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token) -> _WhichOneofReturnType__stop_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_target) -> _WhichOneofReturnType_target | None: ...
+
+Global___SetRetentionRequest: _TypeAlias = SetRetentionRequest  # noqa: Y015
+
+@_typing.final
+class SetRetentionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """num_blocks is how many cached blocks have the priority now."""
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRetentionResponse: _TypeAlias = SetRetentionResponse  # noqa: Y015
+
+@_typing.final
+class EvictRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """num_blocks is how many to evict at most."""
+    dry_run: _builtins.bool
+    """dry_run changes nothing and says what would go."""
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        num_blocks: _builtins.int = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "header", b"header", "num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictRequest: _TypeAlias = EvictRequest  # noqa: Y015
+
+@_typing.final
+class EvictResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    block_ids: _builtins.bytes
+    """block_ids is packed little-endian int32, in the order in which they went."""
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        block_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictResponse: _TypeAlias = EvictResponse  # noqa: Y015
+
+@_typing.final
+class FlushRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    mode: Global___FlushMode.ValueType
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader: ...
+    @_builtins.property
+    def namespace(self) -> _common_pb2.Namespace:
+        """namespace unset means all."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        namespace: _common_pb2.Namespace | None = ...,
+        mode: Global___FlushMode.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "mode", b"mode", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushRequest: _TypeAlias = FlushRequest  # noqa: Y015
+
+@_typing.final
+class FlushResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    FREED_BLOCKS_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    freed_blocks: _builtins.int
+    held_blocks: _builtins.int
+    """held_blocks become free when their holders go."""
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        freed_blocks: _builtins.int = ...,
+        held_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["freed_blocks", b"freed_blocks", "header", b"header", "held_blocks", b"held_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushResponse: _TypeAlias = FlushResponse  # noqa: Y015
+
+@_typing.final
+class SetQuotaRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    QUOTA_FIELD_NUMBER: _builtins.int
+    REMOVE_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    remove: _builtins.bool
+    """remove lets the tenant share in what has no quota again."""
+    @_builtins.property
+    def header(self) -> _common_pb2.RequestHeader: ...
+    @_builtins.property
+    def quota(self) -> Global___Quota: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.RequestHeader | None = ...,
+        tenant: _builtins.str = ...,
+        quota: Global___Quota | None = ...,
+        remove: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "header", b"header", "quota", b"quota", "remove", b"remove"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "header", b"header", "quota", b"quota", "remove", b"remove", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["quota", "remove"]  # noqa: Y015
+    _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
+
+Global___SetQuotaRequest: _TypeAlias = SetQuotaRequest  # noqa: Y015
+
+@_typing.final
+class Quota(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GUARANTEED_BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    guaranteed_blocks: _builtins.int
+    """guaranteed_blocks are never evicted for other tenants."""
+    max_blocks: _builtins.int
+    """max_blocks is the most that the tenant may use, cached blocks included; unset means no maximum."""
+    def __init__(
+        self,
+        *,
+        guaranteed_blocks: _builtins.int = ...,
+        max_blocks: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_blocks", b"_max_blocks", "max_blocks", b"max_blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_blocks", b"_max_blocks", "guaranteed_blocks", b"guaranteed_blocks", "max_blocks", b"max_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_blocks: _TypeAlias = _typing.Literal["max_blocks"]  # noqa: Y015
+    _WhichOneofArgType__max_blocks: _TypeAlias = _typing.Literal["_max_blocks", b"_max_blocks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_blocks) -> _WhichOneofReturnType__max_blocks | None: ...
+
+Global___Quota: _TypeAlias = Quota  # noqa: Y015
+
+@_typing.final
+class SetQuotaResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetQuotaResponse: _TypeAlias = SetQuotaResponse  # noqa: Y015
+
+@_typing.final
+class ExplainMissRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefix(self) -> Global___Prefix: ...
+    def __init__(
+        self,
+        *,
+        prefix: Global___Prefix | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainMissRequest: _TypeAlias = ExplainMissRequest  # noqa: Y015
+
+@_typing.final
+class ExplainMissResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REMOVED_MS_AGO_FIELD_NUMBER: _builtins.int
+    PRODUCERS_FIELD_NUMBER: _builtins.int
+    OTHER_NAMESPACE_FIELD_NUMBER: _builtins.int
+    OTHER_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    cached_tokens: _builtins.int
+    """cached_tokens is how far the prompt is cached."""
+    reason: Global___MissReason.ValueType
+    """reason is the first that applies, in the order of the enum."""
+    removed_ms_ago: _builtins.int
+    """removed_ms_ago: the next block was removed at least so long ago. Set with MISS_REASON_EVICTED."""
+    other_cached_tokens: _builtins.int
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    @_builtins.property
+    def producers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceInfo]:
+        """producers are the live sequences that have the next block uncommitted. Set with MISS_REASON_IN_FLIGHT."""
+
+    @_builtins.property
+    def other_namespace(self) -> _common_pb2.Namespace:
+        """other_namespace is the one that has most of it, other_cached_tokens how much. Set with MISS_REASON_OTHER_NAMESPACE."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        cached_tokens: _builtins.int = ...,
+        reason: Global___MissReason.ValueType = ...,
+        removed_ms_ago: _builtins.int | None = ...,
+        producers: _abc.Iterable[Global___SequenceInfo] | None = ...,
+        other_namespace: _common_pb2.Namespace | None = ...,
+        other_cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_removed_ms_ago", b"_removed_ms_ago", "header", b"header", "other_namespace", b"other_namespace", "removed_ms_ago", b"removed_ms_ago"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_removed_ms_ago", b"_removed_ms_ago", "cached_tokens", b"cached_tokens", "header", b"header", "other_cached_tokens", b"other_cached_tokens", "other_namespace", b"other_namespace", "producers", b"producers", "reason", b"reason", "removed_ms_ago", b"removed_ms_ago"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__removed_ms_ago: _TypeAlias = _typing.Literal["removed_ms_ago"]  # noqa: Y015
+    _WhichOneofArgType__removed_ms_ago: _TypeAlias = _typing.Literal["_removed_ms_ago", b"_removed_ms_ago"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__removed_ms_ago) -> _WhichOneofReturnType__removed_ms_ago | None: ...
+
+Global___ExplainMissResponse: _TypeAlias = ExplainMissResponse  # noqa: Y015
+
+@_typing.final
+class SubscribeEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    AFTER_SEQ_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.int
+    """log_id and after_seq are a position from an earlier answer; log_id 0 begins with a snapshot."""
+    after_seq: _builtins.int
+    def __init__(
+        self,
+        *,
+        log_id: _builtins.int = ...,
+        after_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seq", b"after_seq", "log_id", b"log_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeEventsRequest: _TypeAlias = SubscribeEventsRequest  # noqa: Y015
+
+@_typing.final
+class SubscribeEventsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    log_id: _builtins.int
+    """log_id names the log that the sequence numbers count in; a restart of the manager begins another one."""
+    seq: _builtins.int
+    """seq is the position after these events."""
+    snapshot: _builtins.bool
+    """snapshot: these events are a part of the whole content as of seq. What was known before the first such answer must
+    be dropped.
+    """
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheEvent]: ...
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        log_id: _builtins.int = ...,
+        seq: _builtins.int = ...,
+        snapshot: _builtins.bool = ...,
+        events: _abc.Iterable[Global___CacheEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "header", b"header", "log_id", b"log_id", "seq", b"seq", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribeEventsResponse: _TypeAlias = SubscribeEventsResponse  # noqa: Y015
+
+@_typing.final
+class CacheEvent(_message.Message):
+    """CacheEvent is one change of what is findable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    @_builtins.property
+    def stored(self) -> Global___StoredEvent: ...
+    @_builtins.property
+    def removed(self) -> Global___RemovedEvent: ...
+    @_builtins.property
+    def cleared(self) -> Global___ClearedEvent: ...
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        stored: Global___StoredEvent | None = ...,
+        removed: Global___RemovedEvent | None = ...,
+        cleared: Global___ClearedEvent | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "seq", b"seq", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___CacheEvent: _TypeAlias = CacheEvent  # noqa: Y015
+
+@_typing.final
+class StoredEvent(_message.Message):
+    """StoredEvent: a run of blocks became findable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    PARENT_BLOCK_FIELD_NUMBER: _builtins.int
+    START_BLOCK_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    parent_block: _builtins.int
+    """parent_block is the block before the run; unset at the beginning of a prefix."""
+    start_block: _builtins.int
+    """start_block is the index of the first block in its prefix."""
+    tokens: _builtins.bytes
+    """tokens is packed little-endian uint32."""
+    block_ids: _builtins.bytes
+    """block_ids is packed little-endian int32."""
+    media: _builtins.bytes
+    """media is an opaque key of the contents under the run; empty without any."""
+    @_builtins.property
+    def namespace(self) -> _common_pb2.Namespace: ...
+    def __init__(
+        self,
+        *,
+        namespace: _common_pb2.Namespace | None = ...,
+        parent_block: _builtins.int | None = ...,
+        start_block: _builtins.int = ...,
+        tokens: _builtins.bytes = ...,
+        block_ids: _builtins.bytes = ...,
+        media: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_block", b"_parent_block", "namespace", b"namespace", "parent_block", b"parent_block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_block", b"_parent_block", "block_ids", b"block_ids", "media", b"media", "namespace", b"namespace", "parent_block", b"parent_block", "start_block", b"start_block", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent_block: _TypeAlias = _typing.Literal["parent_block"]  # noqa: Y015
+    _WhichOneofArgType__parent_block: _TypeAlias = _typing.Literal["_parent_block", b"_parent_block"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_block) -> _WhichOneofReturnType__parent_block | None: ...
+
+Global___StoredEvent: _TypeAlias = StoredEvent  # noqa: Y015
+
+@_typing.final
+class RemovedEvent(_message.Message):
+    """RemovedEvent: blocks are not findable any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    block_ids: _builtins.bytes
+    """block_ids is packed little-endian int32, path order."""
+    @_builtins.property
+    def namespace(self) -> _common_pb2.Namespace: ...
+    def __init__(
+        self,
+        *,
+        namespace: _common_pb2.Namespace | None = ...,
+        block_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemovedEvent: _TypeAlias = RemovedEvent  # noqa: Y015
+
+@_typing.final
+class ClearedEvent(_message.Message):
+    """ClearedEvent: nothing stored before is findable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """generation counts such events."""
+    @_builtins.property
+    def namespace(self) -> _common_pb2.Namespace:
+        """namespace unset means all."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _common_pb2.Namespace | None = ...,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearedEvent: _TypeAlias = ClearedEvent  # noqa: Y015

@@ -35,6 +35,46 @@ class AdminServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Pin = channel.unary_unary(
+                '/radixpool.v1.AdminService/Pin',
+                request_serializer=radixpool_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_admin__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/radixpool.v1.AdminService/Unpin',
+                request_serializer=radixpool_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
+                _registered_method=True)
+        self.SetRetention = channel.unary_unary(
+                '/radixpool.v1.AdminService/SetRetention',
+                request_serializer=radixpool_dot_v1_dot_admin__pb2.SetRetentionRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_admin__pb2.SetRetentionResponse.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/radixpool.v1.AdminService/Evict',
+                request_serializer=radixpool_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_admin__pb2.EvictResponse.FromString,
+                _registered_method=True)
+        self.Flush = channel.unary_unary(
+                '/radixpool.v1.AdminService/Flush',
+                request_serializer=radixpool_dot_v1_dot_admin__pb2.FlushRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_admin__pb2.FlushResponse.FromString,
+                _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/radixpool.v1.AdminService/SetQuota',
+                request_serializer=radixpool_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_admin__pb2.SetQuotaResponse.FromString,
+                _registered_method=True)
+        self.ExplainMiss = channel.unary_unary(
+                '/radixpool.v1.AdminService/ExplainMiss',
+                request_serializer=radixpool_dot_v1_dot_admin__pb2.ExplainMissRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_admin__pb2.ExplainMissResponse.FromString,
+                _registered_method=True)
+        self.SubscribeEvents = channel.unary_stream(
+                '/radixpool.v1.AdminService/SubscribeEvents',
+                request_serializer=radixpool_dot_v1_dot_admin__pb2.SubscribeEventsRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_admin__pb2.SubscribeEventsResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/radixpool.v1.AdminService/GetStats',
                 request_serializer=radixpool_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
@@ -70,6 +110,66 @@ class AdminServiceStub:
 class AdminServiceServicer:
     """AdminService is for operators: it looks inside, and it steers.
     """
+
+    def Pin(self, request, context):
+        """Pin keeps the cached whole blocks of a prefix from being evicted, within the pin budget.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Unpin removes a pin; what it alone held may be evicted again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRetention(self, request, context):
+        """SetRetention sets the priority of a range of a prefix or sequence: policies that know priorities evict what has a
+        lower one first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Evict evicts blocks that nobody holds, the policy's first choices first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Flush(self, request, context):
+        """Flush makes cached content unfindable, in one namespace or all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """SetQuota gives a tenant a guaranteed share and a maximum, or takes them away. Evicts nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainMiss(self, request, context):
+        """ExplainMiss says why a prompt is not cached any further than it is. Reads only; costs a look at every sequence,
+        namespace and event that the manager remembers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubscribeEvents(self, request, context):
+        """SubscribeEvents streams what becomes findable and what no longer is, in order, from a snapshot or from a position.
+        A position that is too old, and a subscriber that reads too slowly, end with OUT_OF_RANGE: subscribe from a
+        snapshot then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
         """GetStats returns every counter, in constant time. Reads only.
@@ -117,6 +217,46 @@ class AdminServiceServicer:
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=radixpool_dot_v1_dot_admin__pb2.PinRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_admin__pb2.PinResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=radixpool_dot_v1_dot_admin__pb2.UnpinRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_admin__pb2.UnpinResponse.SerializeToString,
+            ),
+            'SetRetention': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRetention,
+                    request_deserializer=radixpool_dot_v1_dot_admin__pb2.SetRetentionRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_admin__pb2.SetRetentionResponse.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=radixpool_dot_v1_dot_admin__pb2.EvictRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_admin__pb2.EvictResponse.SerializeToString,
+            ),
+            'Flush': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flush,
+                    request_deserializer=radixpool_dot_v1_dot_admin__pb2.FlushRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_admin__pb2.FlushResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=radixpool_dot_v1_dot_admin__pb2.SetQuotaRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_admin__pb2.SetQuotaResponse.SerializeToString,
+            ),
+            'ExplainMiss': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainMiss,
+                    request_deserializer=radixpool_dot_v1_dot_admin__pb2.ExplainMissRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_admin__pb2.ExplainMissResponse.SerializeToString,
+            ),
+            'SubscribeEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeEvents,
+                    request_deserializer=radixpool_dot_v1_dot_admin__pb2.SubscribeEventsRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_admin__pb2.SubscribeEventsResponse.SerializeToString,
+            ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
                     request_deserializer=radixpool_dot_v1_dot_admin__pb2.GetStatsRequest.FromString,
@@ -158,6 +298,222 @@ def add_AdminServiceServicer_to_server(servicer, server):
 class AdminService:
     """AdminService is for operators: it looks inside, and it steers.
     """
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.AdminService/Pin',
+            radixpool_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
+            radixpool_dot_v1_dot_admin__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.AdminService/Unpin',
+            radixpool_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
+            radixpool_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRetention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.AdminService/SetRetention',
+            radixpool_dot_v1_dot_admin__pb2.SetRetentionRequest.SerializeToString,
+            radixpool_dot_v1_dot_admin__pb2.SetRetentionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.AdminService/Evict',
+            radixpool_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
+            radixpool_dot_v1_dot_admin__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flush(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.AdminService/Flush',
+            radixpool_dot_v1_dot_admin__pb2.FlushRequest.SerializeToString,
+            radixpool_dot_v1_dot_admin__pb2.FlushResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.AdminService/SetQuota',
+            radixpool_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+            radixpool_dot_v1_dot_admin__pb2.SetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainMiss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.AdminService/ExplainMiss',
+            radixpool_dot_v1_dot_admin__pb2.ExplainMissRequest.SerializeToString,
+            radixpool_dot_v1_dot_admin__pb2.ExplainMissResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/radixpool.v1.AdminService/SubscribeEvents',
+            radixpool_dot_v1_dot_admin__pb2.SubscribeEventsRequest.SerializeToString,
+            radixpool_dot_v1_dot_admin__pb2.SubscribeEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def GetStats(request,

@@ -33,6 +33,29 @@ class AdminServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
+    Pin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]
+    """Pin keeps the cached whole blocks of a prefix from being evicted, within the pin budget."""
+    Unpin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]
+    """Unpin removes a pin; what it alone held may be evicted again."""
+    SetRetention: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRetentionRequest, _admin_pb2.SetRetentionResponse]
+    """SetRetention sets the priority of a range of a prefix or sequence: policies that know priorities evict what has a
+    lower one first.
+    """
+    Evict: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.EvictResponse]
+    """Evict evicts blocks that nobody holds, the policy's first choices first."""
+    Flush: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushRequest, _admin_pb2.FlushResponse]
+    """Flush makes cached content unfindable, in one namespace or all."""
+    SetQuota: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetQuotaRequest, _admin_pb2.SetQuotaResponse]
+    """SetQuota gives a tenant a guaranteed share and a maximum, or takes them away. Evicts nothing."""
+    ExplainMiss: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainMissRequest, _admin_pb2.ExplainMissResponse]
+    """ExplainMiss says why a prompt is not cached any further than it is. Reads only; costs a look at every sequence,
+    namespace and event that the manager remembers.
+    """
+    SubscribeEvents: _grpc.UnaryStreamMultiCallable[_admin_pb2.SubscribeEventsRequest, _admin_pb2.SubscribeEventsResponse]
+    """SubscribeEvents streams what becomes findable and what no longer is, in order, from a snapshot or from a position.
+    A position that is too old, and a subscriber that reads too slowly, end with OUT_OF_RANGE: subscribe from a
+    snapshot then.
+    """
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]
     """GetStats returns every counter, in constant time. Reads only."""
     CheckInvariants: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CheckInvariantsRequest, _admin_pb2.CheckInvariantsResponse]
@@ -53,6 +76,29 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """AdminService is for operators: it looks inside, and it steers."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Pin: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]  # type: ignore[assignment]
+    """Pin keeps the cached whole blocks of a prefix from being evicted, within the pin budget."""
+    Unpin: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]  # type: ignore[assignment]
+    """Unpin removes a pin; what it alone held may be evicted again."""
+    SetRetention: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRetentionRequest, _admin_pb2.SetRetentionResponse]  # type: ignore[assignment]
+    """SetRetention sets the priority of a range of a prefix or sequence: policies that know priorities evict what has a
+    lower one first.
+    """
+    Evict: _aio.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.EvictResponse]  # type: ignore[assignment]
+    """Evict evicts blocks that nobody holds, the policy's first choices first."""
+    Flush: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushRequest, _admin_pb2.FlushResponse]  # type: ignore[assignment]
+    """Flush makes cached content unfindable, in one namespace or all."""
+    SetQuota: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetQuotaRequest, _admin_pb2.SetQuotaResponse]  # type: ignore[assignment]
+    """SetQuota gives a tenant a guaranteed share and a maximum, or takes them away. Evicts nothing."""
+    ExplainMiss: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainMissRequest, _admin_pb2.ExplainMissResponse]  # type: ignore[assignment]
+    """ExplainMiss says why a prompt is not cached any further than it is. Reads only; costs a look at every sequence,
+    namespace and event that the manager remembers.
+    """
+    SubscribeEvents: _aio.UnaryStreamMultiCallable[_admin_pb2.SubscribeEventsRequest, _admin_pb2.SubscribeEventsResponse]  # type: ignore[assignment]
+    """SubscribeEvents streams what becomes findable and what no longer is, in order, from a snapshot or from a position.
+    A position that is too old, and a subscriber that reads too slowly, end with OUT_OF_RANGE: subscribe from a
+    snapshot then.
+    """
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]  # type: ignore[assignment]
     """GetStats returns every counter, in constant time. Reads only."""
     CheckInvariants: _aio.UnaryUnaryMultiCallable[_admin_pb2.CheckInvariantsRequest, _admin_pb2.CheckInvariantsResponse]  # type: ignore[assignment]
@@ -70,6 +116,77 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService is for operators: it looks inside, and it steers."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _admin_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PinResponse, _abc.Awaitable[_admin_pb2.PinResponse]]:
+        """Pin keeps the cached whole blocks of a prefix from being evicted, within the pin budget."""
+
+    @_abc_1.abstractmethod
+    def Unpin(
+        self,
+        request: _admin_pb2.UnpinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UnpinResponse, _abc.Awaitable[_admin_pb2.UnpinResponse]]:
+        """Unpin removes a pin; what it alone held may be evicted again."""
+
+    @_abc_1.abstractmethod
+    def SetRetention(
+        self,
+        request: _admin_pb2.SetRetentionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetRetentionResponse, _abc.Awaitable[_admin_pb2.SetRetentionResponse]]:
+        """SetRetention sets the priority of a range of a prefix or sequence: policies that know priorities evict what has a
+        lower one first.
+        """
+
+    @_abc_1.abstractmethod
+    def Evict(
+        self,
+        request: _admin_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.EvictResponse, _abc.Awaitable[_admin_pb2.EvictResponse]]:
+        """Evict evicts blocks that nobody holds, the policy's first choices first."""
+
+    @_abc_1.abstractmethod
+    def Flush(
+        self,
+        request: _admin_pb2.FlushRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.FlushResponse, _abc.Awaitable[_admin_pb2.FlushResponse]]:
+        """Flush makes cached content unfindable, in one namespace or all."""
+
+    @_abc_1.abstractmethod
+    def SetQuota(
+        self,
+        request: _admin_pb2.SetQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetQuotaResponse, _abc.Awaitable[_admin_pb2.SetQuotaResponse]]:
+        """SetQuota gives a tenant a guaranteed share and a maximum, or takes them away. Evicts nothing."""
+
+    @_abc_1.abstractmethod
+    def ExplainMiss(
+        self,
+        request: _admin_pb2.ExplainMissRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainMissResponse, _abc.Awaitable[_admin_pb2.ExplainMissResponse]]:
+        """ExplainMiss says why a prompt is not cached any further than it is. Reads only; costs a look at every sequence,
+        namespace and event that the manager remembers.
+        """
+
+    @_abc_1.abstractmethod
+    def SubscribeEvents(
+        self,
+        request: _admin_pb2.SubscribeEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.SubscribeEventsResponse], _abc.AsyncIterator[_admin_pb2.SubscribeEventsResponse]]:
+        """SubscribeEvents streams what becomes findable and what no longer is, in order, from a snapshot or from a position.
+        A position that is too old, and a subscriber that reads too slowly, end with OUT_OF_RANGE: subscribe from a
+        snapshot then.
+        """
 
     @_abc_1.abstractmethod
     def GetStats(

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from radixpool.rpc.client import Client
+from radixpool.rpc.client import NO_RETRY, Client, ClientOptions
 from radixpool.rpc.errors import ManagerUnavailable
 
 
@@ -38,7 +38,7 @@ def test_port_zero_is_chosen_by_the_system(serve):
 def test_a_killed_manager_leaves_an_address_that_the_next_one_takes(serve, socket_dir):
     listen = ("--listen", f"unix:{socket_dir}/m.sock", "--num-blocks", "32")
     first = serve(*listen)
-    with Client(first.address) as client:
+    with Client(first.address, options=ClientOptions(retry=NO_RETRY)) as client:
         client.acquire([1, 2, 3])
         first.kill()
         with pytest.raises(ManagerUnavailable):
@@ -67,7 +67,10 @@ def test_a_second_manager_is_told_so(serve, run_cli, socket_dir, kind):
         (("--num-blocks", "0"), "--num-blocks must be an integer from 1 to 2147483647, got 0"),
         (("--num-blocks", "8", "--block-size", "0"), "--block-size must be an integer from 1 to 65536, got 0"),
         (("--num-blocks", "8", "--policy", "psychic"), "psychic"),
-        (("--num-blocks", "8", "--listen", "0.0.0.0:0"), "server.listen is '0.0.0.0:0', which other machines can reach"),
+        (
+            ("--num-blocks", "8", "--listen", "0.0.0.0:0"),
+            "server.listen is '0.0.0.0:0', which other machines can reach",
+        ),
         (("--num-blocks", "8", "--listen", "nowhere"), "address must be unix:/path or HOST:PORT"),
     ],
 )
@@ -105,7 +108,7 @@ def test_manager_and_client_work_without_torch(socket_dir):
                     raise ImportError(name + " is blocked")
 
         sys.meta_path.insert(0, Block())
-        from radixpool.rpc.client import Client
+        from radixpool.rpc.client import NO_RETRY, Client, ClientOptions
         from radixpool.rpc.manager import ManagerOptions, ManagerServer
 
         server = ManagerServer(ManagerOptions(listen="unix:{socket_dir}/m.sock", num_blocks=8, block_size=4))

@@ -31,6 +31,7 @@ test: $(SETUP)  ## the whole test suite
 check: $(SETUP) lint types  ## lint, types, import rules, generated code
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/protos.py --check
+	$(BIN)/python scripts/buf.py
 
 lint: $(SETUP)
 	$(BIN)/ruff check .

@@ -34,6 +34,7 @@ from radixpool.radix.namespace import DEFAULT_NAMESPACE
 from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
 from radixpool.radix.restore import plan_restore
 from radixpool.rpc.directory import BlockDirectory
+from radixpool.rpc.manager.recovery import collector_paused
 
 TURNS = 7
 RUN_LENGTHS = (1, 4, 32, 256)
@@ -153,13 +154,15 @@ def measure_recovery(shape: str, seed: int, folder: str | None, num_blocks: int)
         plan = plan_restore(scan.loose)
         marks.append(time.perf_counter())
         cache = RadixCache(num_blocks, BLOCK_SIZE, persistence=directory)
-        restore_blocks(cache, plan, namespaces=scan.namespaces(), media=scan.keys, quarantined=scan.private)
+        with collector_paused():
+            restore_blocks(cache, plan, namespaces=scan.namespaces(), media=scan.keys, quarantined=scan.private)
         marks.append(time.perf_counter())
         cache.remove_worker(FORMER_INCARNATION)
         marks.append(time.perf_counter())
         restored = cache.stats().tree_blocks
         directory.close()
     finally:
+        gc.unfreeze()
         shutil.rmtree(path.parent)
     steps = np.diff(marks) * 1e6 / restored
     names = ("scan_s", "plan_s", "build_s", "unfence_s")

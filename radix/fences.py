@@ -84,7 +84,7 @@ class FencedCore(Room):
         self._fence(node)
         self._drop(node)
         count = self._quarantine.node_blocks - before
-        self._quarantine.wait(steps, count, lambda: self._unfence(node), node)
+        self._quarantine.wait(steps, count, lambda: self._unfence(node), (node,))
 
     def _fence(self, node: Node) -> None:
         """Fence the held path to `node`. O(nodes of the path that were not fenced)."""

@@ -6,7 +6,7 @@ completed its step or was removed. Without workers there is nothing to wait for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ class _Entry:
     waiting: int
     last_step: int
     free: Callable[[], None]
-    node: Node | None
+    nodes: Sequence[Node]
 
 
 class Quarantine:
@@ -64,9 +64,11 @@ class Quarantine:
         """Return a fence that every worker passes with the next step it completes."""
         return {worker: completed + 1 for worker, completed in self.completed.items()}
 
-    def wait(self, steps: dict[str, int], num_blocks: int, free: Callable[[], None], node: Node | None = None) -> None:
-        """Call `free` once every worker of `steps` (not empty) has completed its step. `node` is what it unfences."""
-        entry = _Entry(num_blocks, len(steps), max(steps.values()), free, node)
+    def wait(
+        self, steps: dict[str, int], num_blocks: int, free: Callable[[], None], nodes: Sequence[Node] = ()
+    ) -> None:
+        """Call `free` once every worker of `steps` (not empty) has completed its step. It unfences `nodes`."""
+        entry = _Entry(num_blocks, len(steps), max(steps.values()), free, nodes)
         for worker, step in steps.items():
             self._entries += 1
             heappush(self._waiting[worker], (step, self._entries, entry))
@@ -104,7 +106,7 @@ class Quarantine:
 
     def fenced_nodes(self) -> Iterator[Node]:
         """Iterate over the nodes that fences end at, one for each fence. O(entries)."""
-        return (entry.node for entry in self._all() if entry.node is not None)
+        return (node for entry in self._all() for node in entry.nodes)
 
     def _all(self) -> list[_Entry]:
         return list({id(entry): entry for heap in self._waiting.values() for _, _, entry in heap}.values())

@@ -7,9 +7,7 @@ committed wait for it. `FORMER_INCARNATION` is removed like any dead worker once
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -19,6 +17,7 @@ from radixpool.radix.fences import FencedCore
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.node import Node
 from radixpool.radix.restore import RestorePlan
+from radixpool.radix.state import _last_block
 
 __all__ = ["FORMER_INCARNATION", "restore_blocks"]
 
@@ -48,14 +47,12 @@ def restore_blocks(
     cache._quarantine.add_worker(FORMER_INCARNATION, -1)
     cache._free = cache._free[:0]
     cache._free.frombytes(free.astype(np.uint32).tobytes())
-    persistence, cache._persistence = cache._persistence, None  # what is restored is recorded already
-    with _collector_paused():
-        leaves = _attach_runs(cache, plan, namespaces, media)
-        leaves.sort(key=lambda node: node.last_use)  # ties of one plan keep their order, so that replicas agree
-        for leaf in leaves:
-            _fence_path(cache, leaf)
-    cache._persistence = persistence
-    if plan.loose.last_uses.size:
+    told, cache._told = cache._told, False  # what is restored is recorded already, and events are told here
+    leaves = _attach_runs(cache, plan, namespaces, media)
+    cache._told = told
+    leaves.sort(key=lambda node: node.last_use)  # ties of one plan keep their order, so that replicas agree
+    if leaves:
+        _fence(cache, leaves, plan.loose.blocks.size)
         cache._tick = int(plan.loose.last_uses.max())
     cache._retire(quarantined.astype(np.int32).tobytes(), cache._root(DEFAULT_NAMESPACE), _FENCE)
 
@@ -77,44 +74,41 @@ def _others(cache: FencedCore, plan: RestorePlan, quarantined: npt.NDArray[np.in
     return free
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Make a million objects that all stay without the collector looking at them again and again (measured: 25 x)."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _attach_runs(
     cache: FencedCore, plan: RestorePlan, namespaces: Mapping[int, Namespace], media: Mapping[int, bytes]
 ) -> list[Node]:
-    """Make a node per run, unheld and no candidate. Return those without children."""
+    """Make a node per run, unheld, fenced by its children. Return those without any."""
     nodes: list[Node] = []
+    events = cache._events
     for run in plan.runs():
+        namespace = namespaces[run.namespace]
+        mark = media[run.media] if run.media else b""
         if run.parent >= 0:
             parent = nodes[run.parent]
         else:
-            namespace = namespaces[run.namespace]
             parent = cache._roots.get(namespace) or cache._roots.setdefault(namespace, cache._root(namespace))
-        node = cache._attach(parent, run.tokens, run.blocks, media[run.media] if run.media else b"")
+        node = cache._attach(parent, run.tokens, run.blocks, mark)
         node.ref = 0
+        if parent.parent is not parent:
+            parent.fence += 1
         node.last_use = run.last_use
         if node.account is not None:
             node.account.used += node.num_blocks
         nodes.append(node)
+        if events is not None:
+            events.stored(namespace, _last_block(parent), parent.end, run.tokens, run.blocks, mark)
     return [node for node in nodes if node.children is None]
 
 
-def _fence_path(cache: FencedCore, leaf: Node) -> None:
-    """Fence an unheld path and count its newly fenced nodes as quarantined."""
-    node, count = leaf, 0
-    while node.parent is not node and not node.fence:
-        count += node.num_blocks
-        node = node.parent
-    cache._fence(leaf)
-    cache._quarantine.node_blocks += count
-    cache._quarantine.wait(_FENCE, count, lambda: cache._unfence(leaf), leaf)
+def _fence(cache: FencedCore, leaves: list[Node], num_blocks: int) -> None:
+    """Fence every path to a leaf: a leaf once by the former incarnation, any other node once by each child."""
+    for leaf in leaves:
+        leaf.fence = 1
+    cache._odd += len(leaves)
+    cache._quarantine.node_blocks += num_blocks
+
+    def unfence() -> None:
+        for leaf in leaves:
+            cache._unfence(leaf)
+
+    cache._quarantine.wait(_FENCE, num_blocks, unfence, leaves)

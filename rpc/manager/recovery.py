@@ -16,7 +16,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -211,8 +212,8 @@ class RecordedLife(FormerLife):
         dropped = np.concatenate((scan.torn, np.setdiff1d(scan.loose.blocks, plan.loose.blocks, assume_unique=True)))
         self._directory.removed(dropped)
         quarantined = np.concatenate((scan.private, dropped))
-        restore_blocks(cache, plan, namespaces=scan.namespaces(), media=scan.keys, quarantined=quarantined)
-        gc.freeze()  # the tree stays: the collector need not look at it again and again
+        with collector_paused():
+            restore_blocks(cache, plan, namespaces=scan.namespaces(), media=scan.keys, quarantined=quarantined)
         self._fenced = cache
         self._awaits_pool = plan.num_runs > 0
         reason = self._directory.started_empty_because
@@ -291,6 +292,20 @@ def _mark(process: cache_pb2.ProcessIdentity | None) -> ProcessMark | None:
     if process is None:
         return None
     return mark_process(process.pid, namespace=process.namespace, boot_id=process.boot_id)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep the cyclic collector from what is made meanwhile, then and later: a tree stays, and holds no rings.
+
+    Otherwise it looks at a million new nodes again and again (measured: 25 times the time).
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def open_former_life(options: ManagerOptions, *, clock: Callable[[], float] = time.monotonic) -> FormerLife:

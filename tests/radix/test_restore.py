@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from radixpool.radix.cache import RadixCache
 from radixpool.radix.errors import PoolExhausted
+from radixpool.radix.events import EventLog
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
 from radixpool.radix.restore import ORPHAN, ROOT, LooseBlocks, RestorePlan, plan_restore
@@ -264,3 +265,15 @@ def test_only_a_new_cache_of_the_same_block_size_is_restored() -> None:
         with pytest.raises(ValueError, match=message):
             restore_blocks(cache, plan, namespaces=NAMESPACES, media={}, quarantined=NONE)
         cache.check()
+
+
+def test_restored_runs_are_told_as_events() -> None:
+    """A follower from the beginning finds what the tree finds."""
+    cache = RadixCache(num_blocks=32, block_size=BLOCK_SIZE, events=EventLog())
+    loose = loose_blocks([ROOT, 0, 1, 1, ROOT], namespaces=[1, 1, 1, 1, 2])
+    restore_blocks(cache, plan_restore(loose), namespaces=NAMESPACES, media={}, quarantined=NONE)
+    events = cache.events.since(0)
+    told = [(event.namespace, event.parent, event.start, event.tokens, event.blocks) for event in events]
+    snapshot = [(run.namespace, run.parent, run.start, run.tokens, run.blocks) for run in cache.snapshot().stored]
+    assert sorted(told, key=repr) == sorted(snapshot, key=repr)
+    assert len(told) == 4

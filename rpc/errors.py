@@ -7,7 +7,8 @@
     ├── ReplyExpired           a request was repeated whose first reply is no longer known
     ├── LimitExceeded          too many clients, sequences or streams
     ├── ManagerUnavailable     nobody answers at the address, or not in time
-    │   └── Recovering         it has restarted and waits for the pool of its cache
+    │   ├── Recovering         it has restarted and waits for the pool of its cache
+    │   └── Draining           it is shutting down and takes no new sequences
     ├── AddressInUse           another process serves the address
     ├── AddressUnavailable     the address cannot be listened on
     ├── PoolMismatch           the pool is not what was expected; names the field
@@ -40,6 +41,10 @@ class ManagerUnavailable(RadixPoolError):
 
 class Recovering(ManagerUnavailable):
     """The manager has restarted and waits for the pool of its restored cache; the same call will work later."""
+
+
+class Draining(ManagerUnavailable):
+    """The manager is shutting down: live sequences may finish, new ones must wait for the next manager."""
 
 
 class AddressInUse(RadixPoolError):

@@ -133,6 +133,7 @@ TABLE: Final = (
     WireError(rpc_errors.LimitExceeded, _Code.RESOURCE_EXHAUSTED, "LIMIT_EXCEEDED"),
     WireError(rpc_errors.PoolMismatch, _Code.FAILED_PRECONDITION, "POOL_MISMATCH"),
     WireError(rpc_errors.PoolUnavailable, _Code.FAILED_PRECONDITION, "POOL_UNAVAILABLE"),
+    WireError(rpc_errors.Draining, _Code.UNAVAILABLE, "DRAINING"),
     WireError(rpc_errors.Recovering, _Code.UNAVAILABLE, "RECOVERING"),
     WireError(rpc_errors.ManagerUnavailable, _Code.UNAVAILABLE, "UNAVAILABLE"),
     WireError(DirectoryNoSpace, _Code.RESOURCE_EXHAUSTED, "NO_SPACE"),
@@ -189,9 +190,9 @@ def error_from_status(status: status_pb2.Status) -> Exception:
 
 def error_from_rpc(error: grpc.RpcError, *, address: str = "") -> Exception:
     """Return the domain error behind a failed call to `address`."""
-    if address and error.code() in _UNANSWERED:
-        return rpc_errors.ManagerUnavailable(f"nobody answers at {address}: {error.details()}")
     status = rpc_status.from_call(cast(grpc.Call, error))  # an RpcError of a call is the call
+    if status is None and address and error.code() in _UNANSWERED:
+        return rpc_errors.ManagerUnavailable(f"nobody answers at {address}: {error.details()}")
     if status is None:
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or error.code().name)
     return error_from_status(status)

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from grpc_tools import protoc
+
 from protos import PROTOS, ROOT, include_arguments, proto_files
 
 VERSION = "1.75.0"

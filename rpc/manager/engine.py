@@ -27,6 +27,7 @@ from radixpool.rpc.manager.places import Places
 from radixpool.rpc.manager.pools import PoolRegistry
 from radixpool.rpc.manager.recovery import FormerLife
 from radixpool.rpc.manager.replies import ReplyCache
+from radixpool.rpc.manager.shadow import Shadow
 from radixpool.rpc.manager.steps import WorkerSteps
 from radixpool.v1 import cache_pb2, common_pb2, pool_pb2
 
@@ -65,7 +66,9 @@ class Engine:
         self.leases = LeaseTable(ttl_s=options.lease_ttl_ms / 1000, clock=clock, first_epoch=self.incarnation)
         self.pools = PoolRegistry(num_blocks=options.num_blocks, block_size=options.block_size)
         self.replies = ReplyCache(clock)
+        self.shadow = Shadow(options, clock=clock)
         self._dying: deque[Lease] = deque()
+        self._is_draining = False
         self._start_cache()
         self.former_life.restore(self.cache)
         self.pools.last_pool_id = self.former_life.last_pool_id
@@ -80,11 +83,13 @@ class Engine:
             events=EventLog(),
         )
         self.event_log_id += 1
-        self.handles = HandleTable(self._random_bytes)
+        self.handles = HandleTable(self._random_bytes, is_draining=self._is_draining)
         self._event_times = EventTimes(self._clock)
         self.misses = MissExplainer(self.cache, self.handles, self._event_times)
         self.steps = WorkerSteps(self.cache, self._clock)
-        self.operations = Operations(self.cache, self.handles, self.steps, on_refusal=self._refused)
+        self.operations = Operations(
+            self.cache, self.handles, self.steps, on_refusal=self._refused, shadow=self.shadow
+        )
 
     def _refused(self, reason: str) -> None:
         self.on_refusal(reason)
@@ -283,10 +288,27 @@ class Engine:
         self.former_life.pool_replaced(self.generation)
         self._start_cache()
 
+    def pool_state(self) -> tuple[bool, bool]:
+        """Return whether a pool is registered, and whether a restored cache waits for one."""
+        with self.lock:
+            return self.pools.pool is not None, self.former_life.awaits_pool
+
     def begin_generation(self) -> None:
         """Count a new generation of content. The caller holds the lock."""
         self.generation += 1
         self.former_life.set_generation(self.generation)
+
+    # The end.
+
+    def begin_drain(self) -> None:
+        """Take no new sequences from now on; live ones may go on to their end."""
+        with self.lock:
+            self._is_draining = self.handles.is_draining = True
+
+    def is_drained(self) -> bool:
+        """Return whether no sequence is alive."""
+        with self.lock:
+            return len(self.handles) == 0
 
     def close(self) -> None:
         """Let go of the directory; nothing may be called afterwards."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from radixpool.radix import Sequence
 from radixpool.radix.errors import UnknownSequence
 from radixpool.rpc import limits
-from radixpool.rpc.errors import LimitExceeded
+from radixpool.rpc.errors import Draining, LimitExceeded
 from radixpool.rpc.manager.leases import Lease
 from radixpool.rpc.security.identity import current_tenant
 
@@ -33,12 +33,13 @@ class Held:
 
 
 class HandleTable:
-    """Every live handle, findable by the capability and by the cache's own number."""
+    """Every live handle, findable by the capability and by the cache's own number; no new ones while draining."""
 
-    def __init__(self, random_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, random_bytes: Callable[[int], bytes], *, is_draining: bool = False) -> None:
         self._random_bytes = random_bytes
         self._by_handle: dict[bytes, Held] = {}
         self._by_sequence: dict[int, Held] = {}
+        self.is_draining = is_draining
 
     def __len__(self) -> int:
         return len(self._by_handle)
@@ -47,7 +48,9 @@ class HandleTable:
         return iter(self._by_handle.values())
 
     def check_room(self, lease: Lease, count: int = 1) -> None:
-        """Raise LimitExceeded when the client may not hold so many more sequences."""
+        """Raise LimitExceeded when the client may not hold so many more sequences, Draining when nobody may."""
+        if self.is_draining:
+            raise Draining("the manager is shutting down and takes no new sequences")
         if len(lease.handles) + count > limits.MAX_SEQUENCES_PER_CLIENT:
             raise LimitExceeded(f"sequences of client {lease.name!r}: the limit is {limits.MAX_SEQUENCES_PER_CLIENT}")
 

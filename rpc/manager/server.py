@@ -6,6 +6,7 @@ Why a sync server with one lock: see docs/service.md, which has the measurements
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -30,6 +31,12 @@ SERVICE_NAMES: Final = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
     for module, name in ((cache_pb2, "CacheService"), (pool_pb2, "PoolService"), (admin_pb2, "AdminService"))
 )
+_CACHE, _POOL, _ADMIN = SERVICE_NAMES
+_SERVING: Final = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
+_DRAIN_POLL_S: Final = 0.05
+_SETTLE_S: Final = 0.25
+"""For calls that are running when the last sequence has ended; streams are cut off then."""
 SWEEPS_PER_TTL: Final = 20
 MAX_SWEEP_INTERVAL_S: Final = 0.5
 SWEEP_PAUSE_S: Final = 0.001
@@ -53,7 +60,10 @@ _SERVER_OPTIONS: Final = (
 
 
 class ManagerServer:
-    """One manager. Start it, wait, stop it; `address` is known after the start."""
+    """One manager. Start it, wait, stop it; `address` is known after the start.
+
+    `is_serving` is what health says of the data path: not while a restored cache waits for its pool or it drains.
+    """
 
     def __init__(
         self,
@@ -82,6 +92,7 @@ class ManagerServer:
         reflection.enable_server_reflection(
             (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
+        self.is_serving = False
         self._stopping = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="lease-sweeper", daemon=True)
 
@@ -98,14 +109,18 @@ class ManagerServer:
             self.engine.close()
             raise
         self._server.start()
+        self._tell_health()
         self._sweeper.start()
-        for name in ("", *SERVICE_NAMES):
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give running ones `grace_s`, and leave the address."""
+        """Take no new sequences, give live ones `grace_s` to end, and leave the address."""
+        deadline = time.monotonic() + grace_s
+        self.is_serving = False
         self._health.enter_graceful_shutdown()
-        self._server.stop(grace_s).wait()
+        self.engine.begin_drain()
+        while time.monotonic() < deadline and not self.engine.is_drained():
+            time.sleep(_DRAIN_POLL_S)
+        self._server.stop(min(grace_s, _SETTLE_S)).wait()
         self._stopping.set()
         self._sweeper.join()
         self._threads.shutdown(wait=True)
@@ -117,3 +132,15 @@ class ManagerServer:
         while not self._stopping.wait(interval_s):
             while self.engine.sweep():
                 self._stopping.wait(SWEEP_PAUSE_S)
+            self._tell_health()
+
+    def _tell_health(self) -> None:
+        """Say the truth: a restored cache that waits for its pool is not served, and without a pool nothing is whole.
+
+        Once the drain has begun the health service keeps everything at not serving by itself.
+        """
+        has_pool, awaits_pool = self.engine.pool_state()
+        states = {"": has_pool and not awaits_pool, _CACHE: not awaits_pool, _POOL: has_pool, _ADMIN: True}
+        self.is_serving = states[_CACHE]
+        for name, serves in states.items():
+            self._health.set(name, _SERVING if serves else _NOT_SERVING)

@@ -106,14 +106,14 @@ class ManagerProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self._reap()
+        self.wait()
 
     def terminate(self) -> tuple[int, str]:
         """Return the exit code and what it wrote on stderr."""
         self.process.send_signal(signal.SIGTERM)
-        return self._reap()
+        return self.wait()
 
-    def _reap(self) -> tuple[int, str]:
+    def wait(self) -> tuple[int, str]:
         _, errors = self.process.communicate(timeout=20)
         return self.process.returncode, errors
 

@@ -28,6 +28,8 @@ EXAMPLES = [
     rpc_errors.PoolMismatch("head_dim"),
     rpc_errors.PoolUnavailable("no pool"),
     rpc_errors.ManagerUnavailable("nobody"),
+    rpc_errors.Draining("shutting down"),
+    rpc_errors.Recovering("waits"),
     radix_errors.RadixPoolError("anything"),
     ValueError("tokens is empty"),
 ]

@@ -15,6 +15,7 @@ class Role(StrEnum):
     WORKER = "worker"
     POOL_HOLDER = "pool_holder"
     OPERATOR = "operator"
+    SUBSCRIBER = "subscriber"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

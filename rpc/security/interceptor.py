@@ -119,7 +119,16 @@ class AuthInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             return handler
         inner = behavior_of(handler)
         guarded = partial(self._guard_requests if handler.request_streaming else self._guard_request, method, inner)
-        return with_behavior(handler, _ending_streams(guarded) if handler.response_streaming else _ending(guarded))
+        if handler.response_streaming:
+            return with_behavior(handler, _ending_streams(partial(self._until_expired, guarded)))
+        return with_behavior(handler, _ending(guarded))
+
+    def _until_expired(self, inner: Behavior, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        for response in inner(request, context):
+            identity = current_identity.get()
+            if identity is not None:
+                self._check_expiry(identity)
+            yield response
 
     def _guard_request(self, method: str, inner: Behavior, request: Any, context: grpc.ServicerContext) -> Any:
         self._bind(self._identify(method, context), request)
@@ -147,10 +156,13 @@ class AuthInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
         return identity
 
     def _bind(self, identity: Identity, request: Any) -> None:
-        if self._authenticator.is_expired(identity):
-            raise Unauthenticated(f"the credential of {identity.name!r} has expired")
+        self._check_expiry(identity)
         if identity.tenant is not None:
             bind(request, identity.tenant)
+
+    def _check_expiry(self, identity: Identity) -> None:
+        if self._authenticator.is_expired(identity):
+            raise Unauthenticated(f"the credential of {identity.name!r} has expired")
 
 
 def _check_role(identity: Identity, roles: frozenset[Role], method: str) -> None:

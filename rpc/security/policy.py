@@ -59,13 +59,15 @@ METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
         Flush=OPERATORS,
         SetQuota=OPERATORS,
         GetStats=OPERATORS,
+        GetAdvice=OPERATORS,
         CheckInvariants=OPERATORS,
         InspectTree=OPERATORS,
         InspectBlock=OPERATORS,
         InspectSequence=OPERATORS,
         ListClients=OPERATORS,
         ExplainMiss=OPERATORS,
-        SubscribeEvents=OPERATORS,
+        # Events hold the token ids of everything that is cached, which operators are not shown.
+        SubscribeEvents=frozenset({Role.SUBSCRIBER}),
     ),
     **_rows("radixpool.v1.WorkerService", Generate=CALLERS, GetStatus=CALLERS),
     # Probes of systemd and Kubernetes carry no token, and learn nothing but whether the manager serves.

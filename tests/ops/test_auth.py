@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -109,8 +111,6 @@ def test_without_a_known_token_nothing_runs(
 
 
 def test_a_refused_stream_ends_at_once_although_its_client_sends_nothing(channel: grpc.Channel) -> None:
-    import threading
-
     silence = threading.Event()
 
     def nothing() -> Iterator[Any]:
@@ -186,8 +186,6 @@ def test_every_message_of_a_stream_is_bound(channel: grpc.Channel, seen: list[An
 
 
 def test_a_stream_ends_when_its_credential_expires(channel: grpc.Channel, tokens: Tokens) -> None:
-    import queue
-
     tokens.identities["brief"] = Identity(name="b", roles=frozenset({Role.WORKER}), expires_at=100.0)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     call = cache_pb2_grpc.CacheServiceStub(channel).Session(iter(requests.get, None), metadata=bearer("brief"))
@@ -199,6 +197,27 @@ def test_a_stream_ends_when_its_credential_expires(channel: grpc.Channel, tokens
     assert isinstance(error, Unauthenticated)
     assert str(error) == "the credential of 'b' has expired"
     requests.put(None)
+
+
+def test_a_stream_of_answers_ends_when_its_credential_expires(
+    serve: Callable[..., grpc.Channel], tokens: Tokens
+) -> None:
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def subscribe(_request: Any, _context: object) -> Iterator[Any]:
+        yield from iter(answers.get, None)
+
+    tokens.identities["brief"] = Identity(name="b", roles=frozenset({Role.SUBSCRIBER}), expires_at=100.0)
+    channel = serve([AuthInterceptor(tokens)], AdminService={"SubscribeEvents": subscribe})
+    call = admin_pb2_grpc.AdminServiceStub(channel).SubscribeEvents(
+        admin_pb2.SubscribeEventsRequest(), metadata=bearer("brief")
+    )
+    answers.put(admin_pb2.SubscribeEventsResponse())
+    next(call)
+    tokens.now = 100.0
+    answers.put(admin_pb2.SubscribeEventsResponse())
+    assert isinstance(failure(lambda: next(call)), Unauthenticated)
+    answers.put(None)
 
 
 def test_without_credentials_whoever_reaches_the_socket_is_local(

@@ -159,7 +159,7 @@ def test_certificates_are_known_by_their_names(store: Callable[..., CredentialFi
         ({"sha256": '"abc"'}, "token 1: sha256 must be 64 hex digits, got 3 characters"),
         ({"name": '""'}, "token 1: name must be a string of 1 to 512 characters, got 0 characters"),
         ({"name": "5"}, "token 1: name must be a string of 1 to 512 characters, got int"),
-        ({"roles": "[]"}, "token 1: roles must be a list of frontend, worker, pool_holder, operator, got "),
+        ({"roles": "[]"}, "token 1: roles must be a list of frontend, worker, pool_holder, operator, subscriber, got "),
         ({"roles": '["root"]'}, r"token 1: roles must be a list of .*, got \['root'\]"),
         ({"roles": '["frontend", "worker"]'}, "frontend cannot stand beside others"),
         ({"roles": '["worker"]'}, "tenant is for the role frontend only"),

@@ -74,6 +74,7 @@ class Bearers:
             ("worker", "worker", FAR),
             ("holder", "pool_holder", FAR),
             ("operator", "operator", FAR),
+            ("subscriber", "subscriber", FAR),
             ("expired", "operator", PAST),
         ):
             token = self.tokens[name] = new_token()
@@ -226,7 +227,7 @@ def test_every_method_refuses_bad_credentials(guarded: ManagerService, bearers: 
     assert len(PROTECTED) > 20
 
 
-@pytest.mark.parametrize("name", ["acme", "worker", "holder", "operator"])
+@pytest.mark.parametrize("name", ["acme", "worker", "holder", "operator", "subscriber"])
 def test_every_method_refuses_roles_that_it_is_not_for(guarded: ManagerService, bearers: Bearers, name: str) -> None:
     role = {"acme": "frontend", "holder": "pool_holder"}.get(name, name)
     with grpc.insecure_channel(guarded.address) as channel:

@@ -101,7 +101,7 @@ def measure(case: Case, rows: list[dict[str, object]], rep_ms: int) -> None:
     for assignment in candidates(case):
         row: dict[str, object] = {"case": case.name, "config": json.dumps({h: asdict(c) for h, c in assignment.items()})}
         rows.append(row)
-        plan_module.tile_config = lambda kv_bytes, head_dim, rows, arch, a=assignment: a[rows]  # type: ignore[misc]
+        plan_module.tile_config = lambda kv_bytes, head_dim, rows, arch, a=assignment, tall=False: a[rows]  # type: ignore[misc]
         try:
             plan = plan_forest(w.tables, w.lens, spec=w.spec)
             out = torch.full_like(w.q, math.nan)

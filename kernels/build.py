@@ -6,6 +6,7 @@ register and spill counts come from the `ptxas` that Triton ships.
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -21,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixpool.kernels.device_attend import UNSPECIALISED, attend_items, merge_partials
-from radixpool.kernels.launch import TILE_ROWS, tile_config, uses_pairs
+from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, tile_config, uses_pairs
 from radixpool.kernels.spec import AttentionSpec
 from radixpool.kernels.triton_backend import Features, attend_variant, merge_variant
 from radixpool.kernels.variant import KernelVariant
@@ -120,13 +121,15 @@ def model_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSour
     """Yield name, source and options of every kernel that decoding and extending with `spec` can launch."""
     features = Features(pdl=arch >= 90)
     head_dim = max(spec.head_dim, spec.v_head_dim)
-    for height in tile_heights(spec.group_size):
-        config = tile_config(spec.kv_dtype.itemsize, head_dim, height, arch)
+    for height, tall in itertools.product(tile_heights(spec.group_size), (False, True)):
+        if height >= TALL_ROWS and not tall:
+            continue
+        config = tile_config(spec.kv_dtype.itemsize, head_dim, height, arch, tall=tall)
         pairs = uses_pairs(spec, height, arch, interpreted=False)
         for chained in (False, True) if features.pdl else (False,):
             variant = attend_variant(spec, config, height, features, pairs=pairs, chained=chained)
             kind = f"{spec.q_dtype}_{spec.kv_dtype}".replace("torch.", "")
-            name = f"attend_{kind}_d{spec.head_dim}_m{height}{'_chained' if chained else ''}"
+            name = f"attend_{kind}_d{spec.head_dim}_m{height}{'+' if tall else ''}{'_chained' if chained else ''}"
             yield name, attend_source(spec, variant), variant.options
     for many in (False, True):
         merge = merge_variant(spec, features, many=many, chained=features.pdl)

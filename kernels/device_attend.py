@@ -12,7 +12,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
 # Fields of one item record; see forest.py.
-RECORD = tl.constexpr(8)
+RECORD = tl.constexpr(16)
+TO_THE_END = tl.constexpr(2147483647)
 ROW_RECORD = tl.constexpr(4)
 # Integers whose value must not choose another compilation: they change from batch to batch or are zero when unused.
 UNSPECIALISED = [
@@ -102,7 +103,7 @@ def tile_step(
 
 @triton.jit
 def walk_tiles(
-    q, q_odd, K, V, table, k_token_scales, v_token_scales, head, begin, stop, end, limit, row_begin,
+    q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, begin, stop, end, limit, row_begin,
     qk_scale, soft_cap, top, total, acc, acc_odd,
     stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
     stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
@@ -114,12 +115,13 @@ def walk_tiles(
     n = tl.arange(0, BN)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    # Block ids are loaded one step ahead: as loop-carried values they cost the pipeline of K and V no stage.
-    block = tl.load(table + block_of(begin + n, BLOCK_SIZE), mask=begin + n < end, other=0)
+    # Block ids are loaded one step ahead: as loop-carried values they cost the pipeline of K and V no stage. They are masked
+    # by the width of the table, which is known at once; those past the end are never followed.
+    block = tl.load(table + block_of(begin + n, BLOCK_SIZE), mask=begin + n < table_tokens, other=0)
     for pos in tl.range(begin, stop, BN, num_stages=STAGES):
         cols = pos + n
         page = block.to(tl.int64)
-        block = tl.load(table + block_of(cols + BN, BLOCK_SIZE), mask=cols + BN < end, other=0)
+        block = tl.load(table + block_of(cols + BN, BLOCK_SIZE), mask=cols + BN < table_tokens, other=0)
         offset = cols - block_of(cols, BLOCK_SIZE) * BLOCK_SIZE
         k_offset = page * stride_k_block + head * stride_k_head + offset * stride_k_token
         v_offset = k_offset
@@ -153,14 +155,16 @@ def walk_tiles(
 
 @triton.jit
 def load_record(record, exists):
-    """Load one item: row start, rows, table, begin, end, first part."""
+    """Load one item: row start, rows, table, begin, end, first part, tokens after its last row, tokens all rows see."""
     row_start = tl.load(record, mask=exists, other=0)
     num_rows = tl.load(record + 1, mask=exists, other=0)
     seq = tl.load(record + 2, mask=exists, other=0)
     begin = tl.load(record + 3, mask=exists, other=0)
     end = tl.load(record + 4, mask=exists, other=0)
     part = tl.load(record + 5, mask=exists, other=0)
-    return row_start, num_rows, seq, begin, end, part
+    after = tl.load(record + 8, mask=exists, other=0)
+    all_see = tl.load(record + 9, mask=exists, other=0)
+    return row_start, num_rows, seq, begin, end, part, after, all_see
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -195,12 +199,13 @@ def attend_items(
     if HEAD_SCALES:
         qk_scale = qk_scale * tl.load(K_SCALE + head * stride_ks_head)
         out_scale = out_scale * tl.load(V_SCALE + head * stride_vs_head)
+    table_tokens = stride_table * BLOCK_SIZE
     k_token_scales = K_SCALE
     v_token_scales = V_SCALE
     record = ITEMS + cta * RECORD
     more = tl.load(record + 6)
     rest = ITEMS + tl.load(record + 7) * RECORD
-    row_start, num_rows, seq, begin, end, part = load_record(record, True)
+    row_start, num_rows, seq, begin, end, part, after, all_see = load_record(record, True)
     for i in tl.range(0, tl.where(num_rows > 0, 1 + more, 0), num_stages=1):
         ahead = load_record(rest + i * RECORD, i < more)
         table = TABLES + seq.to(tl.int64) * stride_table
@@ -209,11 +214,11 @@ def attend_items(
         row = tl.load(row_ptr, mask=live, other=0)
         limit = tl.load(SEQ_LENS + tl.load(row_ptr + 1, mask=live, other=0)) - tl.load(row_ptr + 2, mask=live, other=0)
         limit = tl.where(live, limit, 0)
-        end = tl.minimum(end, tl.max(limit, 0))
+        end = tl.where(end == TO_THE_END, tl.load(SEQ_LENS + seq) - after, end)
         row_begin = limit
         if WINDOW:
             row_begin = limit - window
-            lowest = tl.min(tl.where(live, row_begin, 2147483647), 0)
+            lowest = tl.min(tl.where(live, row_begin, TO_THE_END), 0)
             begin = tl.maximum(begin, tl.maximum(lowest, 0) // BN * BN)
         q_ptr = Q + row.to(tl.int64)[:, None] * stride_q_row + q_head[:, None] * stride_q_head
         q_odd = 0.0
@@ -235,10 +240,10 @@ def attend_items(
         VD: tl.constexpr = DV // 2 if PAIRS else DV
         mid = begin
         if SPLIT:
-            shortest = tl.min(tl.where(live, limit, 2147483647), 0)
-            mid = begin + tl.maximum(tl.minimum(shortest, end) - begin, 0) // BN * BN
+            mid = begin + tl.maximum(tl.minimum(all_see, end) - begin, 0) // BN * BN
             top, total, acc, acc_odd = walk_tiles(
-                q, q_odd, K, V, table, k_token_scales, v_token_scales, head, begin, mid, mid, limit, row_begin,
+                q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, begin, mid, mid, limit,
+                row_begin,
                 qk_scale, soft_cap, top, total, acc, acc_odd,
                 stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
                 stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
@@ -246,7 +251,7 @@ def attend_items(
                 SAME_STRIDES, LATE_SUM,
             )  # fmt: skip
         top, total, acc, acc_odd = walk_tiles(
-            q, q_odd, K, V, table, k_token_scales, v_token_scales, head, mid, end, end, limit, row_begin,
+            q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, mid, end, end, limit, row_begin,
             qk_scale, soft_cap, top, total, acc, acc_odd,
             stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
             stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
@@ -280,7 +285,7 @@ def attend_items(
             tl.store(OUT + cell[:, None] * DV + dv[None, :], (acc * factor[:, None]).to(OUT.dtype.element_ty), out_mask)
             if HAS_LSE:
                 tl.store(LSE + cell, tl.where(total > 0, (top + tl.log2(safe)) * LN2, NEG_INF), mask=live)
-        row_start, num_rows, seq, begin, end, part = ahead
+        row_start, num_rows, seq, begin, end, part, after, all_see = ahead
     if PDL:
         gdc_wait()
 

@@ -65,13 +65,14 @@ class DevicePlan:
     """The device side of one plan. Upload before use; the tensors stay valid until the next upload of another size."""
 
     def __init__(
-        self, spec: AttentionSpec, device: DeviceInfo, config_of: Callable[[int], TileConfig],
+        self, spec: AttentionSpec, device: DeviceInfo, config_of: Callable[[int, bool], TileConfig],
         capacity: PlanCapacity | None,
     ) -> None:  # fmt: skip
         self.spec, self.device, self.config_of, self.capacity = spec, device, config_of, capacity
         self.sections: dict[str, Tensor] = {}
         self.heights: dict[int, int] = {}
         self.merge_grid = 0
+        self.tall = capacity is not None
         self.bound: dict[Any, Any] = {}
         self.many_parts = capacity is not None
         self.table_stride = 0
@@ -104,7 +105,7 @@ class DevicePlan:
     def full_grids(self) -> dict[int, int]:
         """Return the programs of every tile height: the grids of a plan with a capacity."""
         heights = (h for h in TILE_ROWS if h >= self.spec.group_size)
-        return {h: ctas_per_head(self.config_of(h), self.spec, self.device) for h in heights}
+        return {h: ctas_per_head(self.config_of(h, True), self.spec, self.device) for h in heights}
 
     def fill_grid(self, height: int, items: Array, programs: dict[int, int]) -> Array:
         """Return the items flat, with empty ones for the programs of the grid that the cut leaves without work."""
@@ -132,8 +133,8 @@ class DevicePlan:
         host = self.pack(arrays)
         self.merge_grid = len(forest.merge_rows) if self.capacity is None else self.capacity.max_rows
         if self.capacity is None:
-            self.bound: dict[Any, Any] = {}
-        self.many_parts = forest.num_parts > MANY_PARTS * max(1, len(forest.merge_rows))
+            self.tall = forest.tall
+            self.many_parts = forest.num_parts > MANY_PARTS * max(1, len(forest.merge_rows))
         assert self.buffer is not None
         self.buffer.copy_(host)
         self.reserve_parts(forest.num_parts)

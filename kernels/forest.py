@@ -16,15 +16,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig, ctas_per_head
+from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, DeviceInfo, TileConfig, ctas_per_head
 from radixpool.kernels.spec import AttentionSpec
 
 Array = NDArray[np.int32]
 Long = NDArray[np.int64]
 
-# An item is 8 int32: row start, rows (0: nothing to do), table, begin, end, first part (-1: writes the output), and for the
-# first item of a program how many more it has and where they lie. A row is 4: row of q, sequence, tokens after it, 0.
-RECORD, ROW_RECORD = 8, 4
+# An item is 16 int32 (one cache line serves two): row start, rows (0: nothing to do), table, begin, end, first part (-1: writes
+# the output), for the first item of a program how many more it has and where they lie, query tokens after its last row,
+# tokens that all its rows see, and room. A row is 4: row of q, sequence, query tokens after it, 0.
+RECORD, ROW_RECORD = 16, 4
 TO_THE_END = np.iinfo(np.int32).max  # `end` of a sequence's last item: it grows with the length on the device
 ITEM_OVERHEAD_TOKENS = 128  # a new item refills the load pipeline: about 2 us of one program, in tokens
 ITEM_OVERHEAD_BYTES = 32 * 1024
@@ -65,6 +66,7 @@ class Forest:
     num_parts: int
     unique_tokens: int
     growable: bool
+    tall: bool
 
     @property
     def num_items(self) -> int:
@@ -140,8 +142,9 @@ def find_segments(
     np.cumsum(-(-query_lens[order] * spec.group_size // TILE_ROWS[-1]), out=tiles_before[1:])
     state_bytes = 8 * spec.group_size * spec.v_head_dim
     kept = []
+    sorted_lens = lens[order]
     for lo, hi, depth in shared_intervals(lcp):
-        begin, end = int(done[lo]), depth * spec.block_size
+        begin, end = int(done[lo]), min(depth * spec.block_size, int(sorted_lens[lo:hi].max()))
         rows = int(rows_before[hi] - rows_before[lo])
         saved = int(tiles_before[hi] - tiles_before[lo]) - -(-rows * spec.group_size // TILE_ROWS[-1])
         gain = saved * (end - begin) * spec.kv_bytes_per_token - rows * state_bytes - ITEM_OVERHEAD_BYTES
@@ -283,7 +286,7 @@ def merge_lists(
 def runs_beside(tiles: Tiles) -> bool:
     """Return whether narrow tiles run in the room that tall ones leave: while those take long, more would wait for them."""
     work = tiles.end - tiles.begin
-    tall = tiles.height >= 64
+    tall = tiles.height >= TALL_ROWS
     return bool(tall.any()) and int(work[~tall].sum()) <= BESIDE_SHARE * TALL_COST * int(work[tall].sum())
 
 
@@ -302,7 +305,7 @@ def first_items_first(records: Array, starts: Long) -> Array:
 
 def build_forest(
     tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
-    config_of: Callable[[int], TileConfig], *, min_gain_bytes: float = 1.0,
+    config_of: Callable[[int, bool], TileConfig], *, min_gain_bytes: float = 1.0,
 ) -> Forest:  # fmt: skip
     """Cut a batch into work items. Vectorised but for one loop over shared paths; O(n log n + table entries)."""
     lens64, new = lens.astype(np.int64), query_lens.astype(np.int64)
@@ -318,28 +321,31 @@ def build_forest(
     else:
         sorted_rows = np.concatenate([np.arange(query_starts[i], query_starts[i + 1]) for i in order])
     limits = np.maximum(lens64[row_seq] - row_back, 0)[sorted_rows]
+    guarded, backs = np.append(limits, TO_THE_END), row_back[sorted_rows]
     tiles = cut_rows(segments, spec.group_size, limits)
     merging = bool((~tiles.leaf).any())
-    beside = runs_beside(tiles)
+    tall, beside = bool((tiles.height >= TALL_ROWS).any()), runs_beside(tiles)
     heights, chunks, starts = [], [], []
     for height in TILE_ROWS:
         own = np.flatnonzero(tiles.height == height)
         if not len(own):
             continue
         own = own[np.argsort(-(tiles.end - tiles.begin)[own], kind="stable")] if merging else own
-        programs = ctas_per_head(config_of(height), spec, device, beside=beside and height < 64)
+        programs = ctas_per_head(config_of(height, tall), spec, device, beside=beside and height < TALL_ROWS)
         tile, first, last, program = cut_tokens((tiles.end - tiles.begin)[own], programs, merging=merging)
         tile = own[tile]
         to_end = tiles.leaf[tile] & (tiles.begin[tile] + last == tiles.end[tile])
         stop = np.where(to_end, TO_THE_END, tiles.begin[tile] + last)
-        chunks.append((tiles.row0[tile], tiles.rows[tile], tiles.table[tile], tiles.begin[tile] + first, stop))
+        row0, rows = tiles.row0[tile], tiles.rows[tile]
+        seen = np.minimum.reduceat(guarded, np.stack([row0, row0 + rows], 1).ravel())[::2]
+        chunks.append((row0, rows, tiles.table[tile], tiles.begin[tile] + first, stop, backs[row0 + rows - 1], seen))
         heights.append(height)
         starts.append(program)
-    columns = [np.concatenate(c) for c in zip(*chunks, strict=True)] if chunks else [np.zeros(0, np.int64)] * 5
+    columns = [np.concatenate(c) for c in zip(*chunks, strict=True)] if chunks else [np.zeros(0, np.int64)] * 7
     part, merge_rows, merge_starts, merge_parts, num_parts = merge_lists(columns[0], columns[1], num_rows)
     records = np.zeros((len(part), RECORD), np.int32)
-    for i, column in enumerate([*columns, part]):
-        records[:, i] = column
+    for field, column in zip((0, 1, 2, 3, 4, 8, 9, 5), [*columns, part], strict=True):
+        records[:, field] = column
     items, done = {}, 0
     for height, program in zip(heights, starts, strict=True):
         items[height] = first_items_first(records[done : done + program[-1]], program)
@@ -350,5 +356,5 @@ def build_forest(
     lengths = segments.end - segments.begin
     return Forest(
         items, {h: len(p) - 1 for h, p in zip(heights, starts, strict=True)}, rows,
-        sorted_rows[merge_rows].astype(np.int32), merge_starts.astype(np.int32), merge_parts.astype(np.int32), num_parts, int(lengths.sum()), growable=int(segments.leaf.sum()) == len(active),
+        sorted_rows[merge_rows].astype(np.int32), merge_starts.astype(np.int32), merge_parts.astype(np.int32), num_parts, int(lengths.sum()), growable=int(segments.leaf.sum()) == len(active), tall=tall,
     )  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from radixpool.kernels.spec import AttentionSpec
 
 TILE_ROWS = (16, 32, 64, 128)
+TALL_ROWS = 64  # tiles from here on are bound by arithmetic, narrower ones by memory
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
@@ -81,13 +82,18 @@ def tuning_table() -> dict[str, dict[str, dict[str, int | bool]]]:
 
 
 @functools.cache
-def tile_config(kv_bytes: int, head_dim: int, tile_rows: int, arch: int) -> TileConfig:
-    """Return the configuration of one class of tiles, made to fit the shared memory of `arch`."""
+def tile_config(kv_bytes: int, head_dim: int, tile_rows: int, arch: int, *, tall: bool = False) -> TileConfig:
+    """Return the configuration of one class of tiles, made to fit the shared memory of `arch`.
+
+    `tall`: the plan has tall tiles too (64 rows or more); narrow ones then have entries of their own, named `rows+`.
+    """
     block_d = max(16, next_power_of_two(head_dim))
     table = tuning_table()
     entries = table.get(str(arch), table["default"])
-    found = entries.get(f"{kv_bytes}/{block_d}/{tile_rows}") or entries.get(f"{kv_bytes}/*/{tile_rows}")
-    config = TileConfig(**(found or table["default"][f"*/*/{tile_rows}"]))  # type: ignore[arg-type]
+    names = [f"{tile_rows}+", f"{tile_rows}"] if tall and tile_rows < 64 else [f"{tile_rows}"]
+    keys = [f"{size}/{width}/{name}" for name in names for size in (kv_bytes, "*") for width in (block_d, "*")]
+    found = next(t[key] for key in keys for t in (entries, table["default"]) if key in t)
+    config = TileConfig(**found)  # type: ignore[arg-type]
     return fit_shared_memory(config, kv_bytes, block_d, tile_rows, SHARED_MEMORY_BYTES.get(arch, 99 * 1024))
 
 

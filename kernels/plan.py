@@ -61,11 +61,14 @@ class ForestPlan:
         """Blocks that each sequence's length needs, `[B]`."""
         return -(-self.seq_lens // np.int32(self.spec.block_size))
 
-    def config_for(self, tile_rows: int) -> TileConfig:
-        """Return the launch configuration of one class of tiles."""
-        return tile_config(
-            self.spec.kv_dtype.itemsize, max(self.spec.head_dim, self.spec.v_head_dim), tile_rows, self.device.arch
-        )
+    def config_for(self, tile_rows: int, tall: bool) -> TileConfig:
+        """Return the launch configuration of one class of tiles in a plan with or without tall ones.
+
+        A plan with a capacity may meet both, and its launches are fixed: it counts as one with tall tiles.
+        """
+        tall = tall or self.capacity is not None
+        head_dim = max(self.spec.head_dim, self.spec.v_head_dim)
+        return tile_config(self.spec.kv_dtype.itemsize, head_dim, tile_rows, self.device.arch, tall=tall)
 
     @property
     def device(self) -> DeviceInfo:

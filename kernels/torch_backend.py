@@ -20,18 +20,18 @@ MIN_ROWS = 4  # rows below which the CPU's matrix product takes another path
 
 
 def scale_for(scale: float | Tensor, blocks: Tensor) -> float | Tensor:
-    """Return a scale that broadcasts against `[n, kv_heads, block_size, D]` for the given blocks."""
+    """Return a scale that broadcasts against `[kv_heads, n, block_size, D]` for the given blocks."""
     if not isinstance(scale, Tensor):
         return scale
-    return scale[blocks][..., None] if scale.ndim == 3 else scale.reshape(1, -1, 1, 1)
+    return scale.transpose(0, 1)[:, blocks][..., None] if scale.ndim == 3 else scale.reshape(-1, 1, 1, 1)
 
 
 def gather_kv(pool: Tensor, blocks: Tensor, num_tokens: int, scale: float | Tensor | None) -> Tensor:
     """Return `[1, kv_heads, num_tokens, D]` in float32; bytes past `num_tokens` are never looked at."""
-    x = pool[blocks].float()
+    x = pool.transpose(0, 1)[:, blocks].float()
     if scale is not None:
         x = x * scale_for(scale, blocks)
-    return x.transpose(0, 1).reshape(1, pool.shape[1], -1, pool.shape[3])[:, :, :num_tokens]
+    return x.reshape(1, pool.shape[1], -1, pool.shape[3])[:, :, :num_tokens]
 
 
 def tile_mask(query_len: int, seq_len: int, start: int, end: int, window: int, device: torch.device) -> Tensor:

@@ -122,7 +122,9 @@ class BoundCall:
         self.items: list[tuple[KernelVariant, tuple[int, int, int], Tensor, bool, tuple[int, ...]]] = []
         for height in reversed(on_device.heights):
             pairs = uses_pairs(spec, height, on_device.device.arch, interpreted=INTERPRETED)
-            variant = attend_variant(spec, plan.config_for(height), height, features, pairs=pairs, chained=chained)
+            variant = attend_variant(
+                spec, plan.config_for(height, on_device.tall), height, features, pairs=pairs, chained=chained
+            )
             grid = (spec.num_kv_heads, on_device.heights[height], 1)
             k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
             strides = (q.stride(0), q.stride(1), on_device.table_stride, *k.stride()[:3], *v.stride()[:3])

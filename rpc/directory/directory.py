@@ -71,9 +71,8 @@ class BlockDirectory:
         self._fields[layout.STATE] = _PRIVATE
         self._fields[layout.PARENT] = layout.NO_PARENT
         self._field_last_use = self._fields[layout.LAST_USE : layout.LAST_USE + 2].view("<u8")
-        self._namespace: Namespace | None = None
+        self._namespace_numbers: dict[Namespace, int] = {}
         self._closed = False
-        self._namespace_number = NO_KEY
 
     @classmethod
     def open(cls, path: Path, *, num_blocks: int, block_size: int, incarnation: int = 1) -> Self:
@@ -116,9 +115,11 @@ class BlockDirectory:
         self._set_life(Life(self._life.incarnation, generation, self._life.pool_id))
 
     def _set_life(self, life: Life) -> None:
-        self._life_writes += 1
-        offset, slot = layout.life_slot(life, self._life_writes)
-        self._files.map[offset : offset + len(slot)] = slot
+        """Write both slots in turn: a torn one leaves the other, and a later damage brings nothing old back."""
+        for _ in range(2):
+            self._life_writes += 1
+            offset, slot = layout.life_slot(life, self._life_writes)
+            self._files.map[offset : offset + len(slot)] = slot
         self._life = life
 
     def scan(self) -> ScanResult:
@@ -200,17 +201,17 @@ class BlockDirectory:
         self._states[ids] = _COMMITTED
 
     def _number_of(self, namespace: Namespace) -> int:
-        if namespace is not self._namespace:
-            self._namespace_number = self._files.interned.number_of(namespace.encode())
-            self._namespace = namespace
-        return self._namespace_number
+        number = self._namespace_numbers.get(namespace)
+        if number is None:
+            number = self._namespace_numbers[namespace] = self._files.interned.number_of(namespace.encode())
+        return number
 
     def _compact(self) -> None:
         committed = self._states == _COMMITTED
         columns = self._words[:, (layout.NAMESPACE, layout.MEDIA)][committed]
         live = set(np.unique(columns).tolist()) - {NO_KEY}
         self._files.interned.compact(live)
-        self._namespace = None
+        self._namespace_numbers.clear()
 
     # --- the directory itself
 

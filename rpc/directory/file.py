@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from radixpool.rpc.directory import layout
-from radixpool.rpc.directory.errors import DirectoryDamaged, DirectoryInUse, no_space
+from radixpool.rpc.directory.errors import DirectoryDamaged, DirectoryError, DirectoryInUse, no_space
 from radixpool.rpc.directory.interned import InternLog
 from radixpool.rpc.directory.layout import Geometry, Life
 
@@ -56,9 +56,10 @@ class OpenFiles:
 
 
 def lock(path: Path) -> int:
-    """Make the folder if need be and return its locked descriptor. Raises DirectoryInUse."""
+    """Make the folder if need be and return its locked descriptor. Raises DirectoryInUse, DirectoryError."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(path)
         fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise no_space(path, error) from error
@@ -69,6 +70,17 @@ def lock(path: Path) -> int:
         os.close(fd)
         raise DirectoryInUse(f"directory {path} is open in another manager (process {owner or 'unknown'})") from None
     return fd
+
+
+def _check_owner(path: Path) -> None:
+    """Refuse a folder in which somebody else could put files in the place of ours."""
+    status = path.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        raise DirectoryError(f"directory {path} must belong to this user, it belongs to user {status.st_uid}")
+    if status.st_mode & 0o022:
+        raise DirectoryError(
+            f"directory {path} must be writable by its owner only (chmod go-w), mode {status.st_mode & 0o777:o}"
+        )
 
 
 def reset(path: Path) -> None:
@@ -87,7 +99,7 @@ def reset(path: Path) -> None:
 def open_files(path: Path, geometry: Geometry) -> OpenFiles:
     """Open the directory, making or replacing what is missing or of another geometry.
 
-    Raises DirectoryInUse, DirectoryDamaged, DirectoryNoSpace; then nothing has changed.
+    Raises DirectoryInUse, DirectoryDamaged, DirectoryNoSpace, DirectoryError; then nothing has changed.
     """
     fd = lock(path)
     try:

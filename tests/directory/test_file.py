@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from radixpool.rpc.directory import BlockDirectory, DirectoryDamaged, DirectoryInUse, layout, reset
+from radixpool.rpc.directory import BlockDirectory, DirectoryDamaged, DirectoryError, DirectoryInUse, layout, reset
 
 Open = Callable[..., BlockDirectory]
 Store = Callable[..., None]
@@ -283,6 +283,27 @@ def test_an_unwritable_directory_is_refused(opened: Open, store: Store, path: Pa
     run_limited(path, 1 << 30, script)
     path.chmod(0o700)
     assert stored_blocks(opened()) == [1]
+
+
+def test_a_folder_that_others_can_write_to_is_refused(opened: Open, path: Path) -> None:
+    path.mkdir(mode=0o700)
+    path.chmod(0o770)
+    with pytest.raises(DirectoryError, match=r"chmod go-w\), mode 770"):
+        opened()
+    assert list(path.iterdir()) == []
+
+
+def test_damage_to_one_copy_of_the_life_brings_no_former_pool_back(opened: Open, path: Path) -> None:
+    directory = opened()
+    directory.set_pool(b"a" * 16)
+    directory.set_pool(b"b" * 16)
+    directory.close()
+    whole = (path / "blocks").read_bytes()
+    for life, writes in (layout.unpack_life(whole), (layout.unpack_life(whole)[0], 1)):
+        offset, _ = layout.life_slot(life, writes)
+        (path / "blocks").write_bytes(whole[:offset] + b"\xff" + whole[offset + 1 :])
+        assert opened().pool_id == b"b" * 16
+        opened().close()
 
 
 def test_a_path_that_is_a_file_is_refused_by_name(path: Path) -> None:

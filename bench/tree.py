@@ -245,6 +245,25 @@ def summarise(question: str, case: object, repeats: list[Row], engine: str = "ra
     return rows
 
 
+def beside_peers(
+    folder: Path | None, workload: str, requests: int, seed: int, repeats: int, progress: Progress
+) -> list[Row]:
+    """Measure all engines on one workload, alternating within each repeat, with their ratio to this cache."""
+    from tree_peers import ENGINES, measure
+
+    assert folder is not None
+    found: dict[str, list[Row]] = {engine: [] for engine in ENGINES}
+    task = progress.add_task(f"beside other engines: {workload}", total=repeats * len(ENGINES))
+    for repeat in range(repeats):
+        for engine in ENGINES:
+            row: Row = dict(measure(engine, folder, workload, seed + repeat, requests))
+            found[engine].append(row)
+            own = found["radixpool"][repeat]["lifecycle_us"]
+            row["times_slower"] = row["lifecycle_us"] / own  # type: ignore[operator]
+            progress.advance(task)
+    return [r for engine, own in found.items() for r in summarise("beside other engines", workload, own, engine)]
+
+
 def show(rows: list[Row]) -> None:
     """Print one table per question: a line per case and engine, a column per figure."""
     out = Console(width=None if sys.stdout.isatty() else 140)
@@ -272,6 +291,14 @@ def _cell(row: Row | None) -> str:
 @click.command(help=__doc__)
 @click.option("--workload", "names", multiple=True, type=click.Choice(list(WORKLOADS)), help="Only these workloads.")
 @click.option("--only-workloads", is_flag=True, help="Leave out sizes, depths and long hits.")
+@click.option(
+    "--peers",
+    "peers_folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Also measure SGLang, vLLM and Dynamo from this folder, alternating; make it with "
+    "`python bench/tree_peers.py setup DIR` (released wheels, 3 GB).",
+)
+@click.option("--peer-requests", default=500, show_default=True, type=click.IntRange(1), help="Requests of each run.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Fresh caches per case.")
 @click.option("--policy", default="lru", show_default=True, help="Eviction policy of the cache.")
 @click.option("--seed", default=100, show_default=True, help="Seed of the first repeat's prompts.")
@@ -279,7 +306,8 @@ def _cell(row: Row | None) -> str:
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write all rows as CSV.")
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False), help="Draw the figures (PNG, SVG or PDF).")
 def main(
-    names: tuple[str, ...], only_workloads: bool, repeats: int, policy: str, seed: int,
+    names: tuple[str, ...], only_workloads: bool, peers_folder: Path | None, peer_requests: int, repeats: int,
+    policy: str, seed: int,
     json_file: str | None, csv_file: str | None, plot_file: str | None,
 ) -> None:  # fmt: skip
     """Run the benchmark."""
@@ -304,6 +332,8 @@ def main(
                 results.append(measure_case(seed + repeat))
                 progress.advance(task)
             rows += summarise(question, case, results)
+        for name in (names or WORKLOADS) if peers_folder else ():
+            rows += beside_peers(peers_folder, name, peer_requests, seed, repeats, progress)
     show(rows)
     if json_file:
         Path(json_file).write_text(json.dumps(rows, indent=1) + "\n")

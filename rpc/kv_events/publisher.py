@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from radixpool.rpc.errors import AddressInUse
 from radixpool.rpc.kv_events.messages import BlocksStored, Encoding, KvEvent, batch, message
 from radixpool.rpc.kv_events.replay import ReplayBuffer
 from radixpool.rpc.kv_events.translator import Translator
+from radixpool.rpc.security.transport import private_files
 
 POLL_INTERVAL_S: Final = 0.01
 """How long an event may wait to be published while nothing else happens."""
@@ -45,8 +45,6 @@ SUBSCRIBER_QUEUE: Final = 1_000
 SEQ_BYTES: Final = 8
 END_SEQ: Final = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
 _REPLAY_FRAMES: Final = 3
-_PRIVATE_UMASK: Final = 0o177
-"""An ipc endpoint is a file; it is for the owner alone."""
 
 _log = structlog.get_logger("radixpool.kv_events")
 
@@ -151,15 +149,13 @@ class KvEventPublisher:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, queue)
         socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        before = os.umask(_PRIVATE_UMASK)
         try:
-            socket.bind(endpoint)
+            with private_files():
+                socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise AddressInUse(
                 f"kv_events endpoint {endpoint} cannot be bound: {zmq.strerror(error.errno or 0)}"
             ) from None
-        finally:
-            os.umask(before)
         return socket
 
     def _run(self) -> None:

@@ -5,15 +5,20 @@ Certificates are read again when their files change, so they can be renewed with
 
 from __future__ import annotations
 
+import os
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import structlog
 
 from radixpool.rpc.address import parse_address
+
+_PRIVATE_UMASK: Final = 0o177
 
 _log = structlog.get_logger("radixpool.security")
 
@@ -94,6 +99,16 @@ class _Follower:
     def _stamps(self) -> tuple[tuple[int, int], ...]:
         found = (path.stat() for path in (self._files.certificate, self._files.key, self._files.authorities))
         return tuple((item.st_ino, item.st_mtime_ns) for item in found)
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """Make files and sockets that are created meanwhile the owner's alone (mode 0600). Process-wide: for start-up."""
+    before = os.umask(_PRIVATE_UMASK)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def check_listen(address: str, *, secure: bool) -> None:

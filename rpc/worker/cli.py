@@ -35,6 +35,11 @@ from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model
 )
 @click.option("--max-running", type=click.IntRange(1), default=64, show_default=True, help="Requests in one batch.")
 @click.option("--max-waiting", type=click.IntRange(0), default=256, show_default=True, help="Requests in the queue.")
+@click.option(
+    "--credentials",
+    default="",
+    help="TOML file of the tokens that callers need (`radixpool token`); without it whoever can connect may generate.",
+)
 @address_option
 @ready_fd_option
 def command(
@@ -47,6 +52,7 @@ def command(
     reserve_tokens: int,
     max_running: int,
     max_waiting: int,
+    credentials: str,
     ready_fd: int | None,
 ) -> None:
     """Run a language model over the pool.
@@ -77,6 +83,7 @@ def command(
             reserve_tokens=reserve_tokens,
             max_running=max_running,
             max_waiting=max_waiting,
+            credentials=credentials,
             stop=stop_on_signals(),
         )
         run_worker(source, options, on_ready=lambda at: announce(_ready(source.name, at), at, ready_fd=ready_fd))

@@ -30,6 +30,7 @@ class WorkerOptions:
 
     manager, listen: addresses (`unix:/path` or HOST:PORT; port 0 takes a free one).
     name: shown to operators.
+    credentials: file of the tokens that callers need, as a manager's; empty lets in whoever can reach the address.
     token_budget, reserve_tokens, max_running, max_waiting: see `EngineLimits`.
     connect_timeout_s: how long manager and pool may be out of reach at the start.
     """
@@ -37,6 +38,7 @@ class WorkerOptions:
     manager: str
     listen: str
     name: str = "worker"
+    credentials: str = ""
     token_budget: int = 256
     reserve_tokens: int = 64
     max_running: int = 64
@@ -60,7 +62,9 @@ def run_worker(source: ModelSource, options: WorkerOptions, *, on_ready: Callabl
             engine, lambda: (link.pool.spec, link.pool_id), name=options.name, context_tokens=source.context_tokens
         )
         max_requests = options.max_running + options.max_waiting
-        server = start_server(servicer, listen=options.listen, max_requests=max_requests)
+        server = start_server(
+            servicer, listen=options.listen, max_requests=max_requests, credentials=options.credentials
+        )
         try:
             on_ready(server.address)
             _drive(engine, runner, link, options.stop)

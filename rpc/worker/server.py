@@ -13,6 +13,9 @@ from radixpool.rpc import limits
 from radixpool.rpc.address import TcpAddress, UnixAddress, parse_address
 from radixpool.rpc.errors import AddressInUse
 from radixpool.rpc.pool.sockets import remove_stale_socket
+from radixpool.rpc.security.credentials import CredentialFile
+from radixpool.rpc.security.interceptor import AuthInterceptor
+from radixpool.rpc.security.transport import private_files
 from radixpool.rpc.worker.service import WorkerServicer
 from radixpool.v1 import worker_pb2, worker_pb2_grpc
 
@@ -33,14 +36,16 @@ class RunningServer:
         self.server.stop(grace_s).wait()
 
 
-def start_server(servicer: WorkerServicer, *, listen: str, max_requests: int) -> RunningServer:
+def start_server(servicer: WorkerServicer, *, listen: str, max_requests: int, credentials: str = "") -> RunningServer:
     """Serve at `listen`; at most `max_requests` calls at once, more are refused with RESOURCE_EXHAUSTED.
 
+    `credentials` is the file that says who may call; without one whoever can reach the address may.
     Raises ValueError for an address that other machines can reach, `AddressInUse` for a taken one.
     """
     threads = max_requests + _SPARE_THREADS
     server = grpc.server(
         ThreadPoolExecutor(threads, thread_name_prefix="radixpool-rpc"),
+        interceptors=[AuthInterceptor(CredentialFile(credentials) if credentials else None)],
         maximum_concurrent_rpcs=threads,
         options=[
             ("grpc.so_reuseport", 0),
@@ -66,7 +71,8 @@ def _bind(server: grpc.Server, listen: str) -> str:
     try:
         if isinstance(parsed, UnixAddress):
             remove_stale_socket(parsed.path)
-        port = server.add_insecure_port(parsed.target)
+        with private_files():
+            port = server.add_insecure_port(parsed.target)
     except (RuntimeError, OSError) as error:
         raise AddressInUse(f"listen: cannot serve at {listen}: {error}") from error
     return TcpAddress(parsed.host, port).target if isinstance(parsed, TcpAddress) else parsed.target

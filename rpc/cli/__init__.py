@@ -13,6 +13,7 @@ _COMMANDS = {
     "worker": LazyCommand("radixpool.rpc.worker.cli:command", "Run a language model over the pool."),
     "demo": LazyCommand("radixpool.rpc.demo.cli:command", "Start everything and replay chats that share prefixes."),
     "stats": LazyCommand("radixpool.rpc.cli.stats:stats", "Show block states, hit ratio and counters."),
+    "advise": LazyCommand("radixpool.rpc.cli.advise:advise", "Say what another pool size or policy would hit."),
     "inspect": LazyCommand("radixpool.rpc.cli.inspect:inspect", "Look at the tree, one block, sequences or clients."),
     "token": LazyCommand("radixpool.rpc.security.cli:command", "Make bearer tokens for a manager's credential file."),
     "check": LazyCommand("radixpool.rpc.cli.check:check", "Prove the invariants of a running manager."),

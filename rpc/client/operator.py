@@ -12,6 +12,7 @@ import numpy.typing as npt
 from radixpool.radix import DEFAULT_NAMESPACE, Namespace
 from radixpool.rpc import events, inspection
 from radixpool.rpc import operations as ops
+from radixpool.rpc.advice import AdviceReport, advice_from_wire
 from radixpool.rpc.client import codec
 from radixpool.rpc.convert import block_ids_from_wire, namespace_to_wire
 from radixpool.rpc.status import error_from_rpc
@@ -120,6 +121,10 @@ class OperatorCalls:
     def stats(self) -> inspection.Stats:
         """Return every counter of the cache and of the process."""
         return inspection.stats_from_wire(self._read(self._admin.GetStats, admin_pb2.GetStatsRequest()))
+
+    def advice(self) -> AdviceReport:
+        """Return what a pool of another size, or another eviction policy, would have hit of the same requests."""
+        return advice_from_wire(self._read(self._admin.GetAdvice, admin_pb2.GetAdviceRequest()))
 
     def check(self) -> inspection.CheckReport:
         """Prove the invariants of the whole cache; other calls wait meanwhile."""

@@ -48,6 +48,12 @@ class CacheConfig:
         flag="--policy",
         check=parse_policy,
     )
+    advice_cpu_share: float = option(
+        0.01,
+        "Most of the time that the sampled shadow behind `radixpool advise` may take; 0 keeps none.",
+        flag="--advice-cpu-share",
+        limits=(0.0, 1.0),
+    )
     lease_ttl_ms: int = option(
         limits.DEFAULT_LEASE_TTL_MS,
         "How long a client may be silent before its sequences are aborted.",

@@ -12,6 +12,7 @@ import grpc
 from radixpool.radix import TenantUsage
 from radixpool.radix.errors import InvariantViolation
 from radixpool.rpc import limits
+from radixpool.rpc.advice import advice_to_wire
 from radixpool.rpc.manager import steering
 from radixpool.rpc.manager.engine import Engine
 from radixpool.rpc.manager.operations import checked_namespace
@@ -45,6 +46,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         counters = pb.CacheStats(**{name: getattr(cache, name) for name in _CACHE_FIELDS})
         reply = pb.GetStatsResponse(cache=counters, service=service, tenants=tenants)
         engine.stamp(reply.header)
+        return reply
+
+    def GetAdvice(self, request: pb.GetAdviceRequest, context: grpc.ServicerContext) -> pb.GetAdviceResponse:
+        with self._engine.lock:
+            reply = advice_to_wire(self._engine.shadow.report())
+        self._engine.stamp(reply.header)
         return reply
 
     def CheckInvariants(

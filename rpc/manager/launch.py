@@ -121,6 +121,11 @@ class ManagerService:
                 expired_leases=engine.expired_leases,
                 fenced_requests=engine.fenced_requests,
                 open_sessions=engine.sessions.taken,
+                advised_hit_ratio={
+                    (advice.policy, f"{advice.multiple:g}"): advice.hit_ratio
+                    for advice in engine.shadow.report().advice
+                    if advice.hit_ratio is not None
+                },
             )
 
     def _server_credentials(self) -> grpc.ServerCredentials | None:
@@ -141,6 +146,7 @@ def manager_options(config: ServeConfig) -> ManagerOptions:
         policy=config.cache.policy,
         lease_ttl_ms=config.cache.lease_ttl_ms,
         directory=config.directory.path,
+        advice_cpu_share=config.cache.advice_cpu_share,
     )
 
 

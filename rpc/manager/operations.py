@@ -17,6 +17,7 @@ from radixpool.rpc import limits
 from radixpool.rpc.convert import namespace_from_wire
 from radixpool.rpc.manager.handles import HandleTable, Held
 from radixpool.rpc.manager.leases import Lease
+from radixpool.rpc.manager.shadow import Shadow
 from radixpool.rpc.manager.steps import WorkerSteps
 from radixpool.rpc.status import row_of, status_from_error
 from radixpool.v1 import cache_pb2, common_pb2
@@ -25,15 +26,25 @@ Handler: TypeAlias = Callable[[Lease, Any, Any], None]
 
 
 class Operations:
-    """The handlers over one cache and its handles. `on_refusal` hears the reason of each error inside a reply."""
+    """The handlers over one cache and its handles.
+
+    `on_refusal` hears the reason of each error inside a reply, `shadow` sees every admitted request.
+    """
 
     def __init__(
-        self, cache: RadixCache, handles: HandleTable, steps: WorkerSteps, *, on_refusal: Callable[[str], None]
+        self,
+        cache: RadixCache,
+        handles: HandleTable,
+        steps: WorkerSteps,
+        *,
+        on_refusal: Callable[[str], None],
+        shadow: Shadow,
     ) -> None:
         self._cache = cache
         self._handles = handles
         self._steps = steps
         self._on_refusal = on_refusal
+        self._shadow = shadow
         self.handlers: dict[str, Handler] = {
             "acquire": self._acquire,
             "extend": self._extend,
@@ -138,6 +149,7 @@ class Operations:
         reply.cached_tokens = outcome.cached_tokens
         reply.block_table = outcome.packed_block_table
         _add_copies(reply.copies, outcome.copies)
+        self._shadow.admitted(outcome, request.media)
 
     def _extend(self, lease: Lease, request: cache_pb2.ExtendRequest, reply: cache_pb2.ExtendResponse) -> None:
         sequence = self._find(lease, request.handle).sequence

@@ -33,6 +33,7 @@ class ServiceSnapshot:
         evicted_by_cause: blocks that operators and flushes took out of the cache, by cause; what is left of the
             cache's own count went for want of room.
         removed_by_cause: blocks that left the cache for other reasons than eviction, by cause.
+        advised_hit_ratio: block hit ratio that another (policy, multiple of the pool's size) would have had.
 
     """
 
@@ -47,6 +48,7 @@ class ServiceSnapshot:
     open_sessions: int = 0
     evicted_by_cause: Mapping[str, int] = field(default_factory=dict)
     removed_by_cause: Mapping[str, int] = field(default_factory=dict)
+    advised_hit_ratio: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 class ManagerSource(Protocol):
@@ -152,3 +154,11 @@ def _service_metrics(service: ServiceSnapshot) -> Iterator[Metric]:
     yield _counter("leases_expired", "Leases that ran out.", service.expired_leases)
     yield _counter("requests_fenced", "Requests of an epoch that is over.", service.fenced_requests)
     yield _gauge("sessions", "Session streams open now.", service.open_sessions)
+    advised = GaugeMetricFamily(
+        "radixpool_advised_hit_ratio",
+        "Estimated block hit ratio under another policy or multiple of the pool's size.",
+        labels=("policy", "multiple"),
+    )
+    for labels, ratio in service.advised_hit_ratio.items():
+        advised.add_metric(labels, ratio)
+    yield advised

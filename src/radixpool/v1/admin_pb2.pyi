@@ -302,6 +302,109 @@ class ServiceStats(_message.Message):
 Global___ServiceStats: _TypeAlias = ServiceStats  # noqa: Y015
 
 @_typing.final
+class GetAdviceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAdviceRequest: _TypeAlias = GetAdviceRequest  # noqa: Y015
+
+@_typing.final
+class GetAdviceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
+    OBSERVED_REQUESTS_FIELD_NUMBER: _builtins.int
+    OBSERVED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SAMPLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SKIPPED_REQUESTS_FIELD_NUMBER: _builtins.int
+    BLOCK_RATE_FIELD_NUMBER: _builtins.int
+    GROUP_RATE_FIELD_NUMBER: _builtins.int
+    CPU_SECONDS_FIELD_NUMBER: _builtins.int
+    observed_requests: _builtins.int
+    """observed_requests are those admitted since the manager started, observed_blocks their full blocks."""
+    observed_blocks: _builtins.int
+    sampled_blocks: _builtins.int
+    """sampled_blocks are the block references that went into the shadow."""
+    skipped_requests: _builtins.int
+    """skipped_requests were left out because the shadow had used up its share of the time."""
+    block_rate: _builtins.float
+    """block_rate is the share of a looked-at request's blocks that is sampled, in 0..1."""
+    group_rate: _builtins.float
+    """group_rate is the share of the requests, by how they begin, that is looked at, in 0..1."""
+    cpu_seconds: _builtins.float
+    """cpu_seconds is the CPU time that the shadow has used since it last changed its rates."""
+    @_builtins.property
+    def header(self) -> _common_pb2.ResponseHeader: ...
+    @_builtins.property
+    def advice(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyAdvice]:
+        """advice is empty when the manager keeps no shadow: the sizes under its own policy, then other policies."""
+
+    def __init__(
+        self,
+        *,
+        header: _common_pb2.ResponseHeader | None = ...,
+        advice: _abc.Iterable[Global___PolicyAdvice] | None = ...,
+        observed_requests: _builtins.int = ...,
+        observed_blocks: _builtins.int = ...,
+        sampled_blocks: _builtins.int = ...,
+        skipped_requests: _builtins.int = ...,
+        block_rate: _builtins.float = ...,
+        group_rate: _builtins.float = ...,
+        cpu_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "block_rate", b"block_rate", "cpu_seconds", b"cpu_seconds", "group_rate", b"group_rate", "header", b"header", "observed_blocks", b"observed_blocks", "observed_requests", b"observed_requests", "sampled_blocks", b"sampled_blocks", "skipped_requests", b"skipped_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAdviceResponse: _TypeAlias = GetAdviceResponse  # noqa: Y015
+
+@_typing.final
+class PolicyAdvice(_message.Message):
+    """PolicyAdvice is what one size and policy would have hit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    MULTIPLE_FIELD_NUMBER: _builtins.int
+    CAPACITY_BLOCKS_FIELD_NUMBER: _builtins.int
+    HIT_RATIO_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """policy is its name and parameters."""
+    multiple: _builtins.float
+    """multiple is the size over that of the running pool."""
+    capacity_blocks: _builtins.int
+    hit_ratio: _builtins.float
+    """hit_ratio is over blocks, in 0..1; unset before enough was sampled."""
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        multiple: _builtins.float = ...,
+        capacity_blocks: _builtins.int = ...,
+        hit_ratio: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_ratio", b"_hit_ratio", "hit_ratio", b"hit_ratio"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_ratio", b"_hit_ratio", "capacity_blocks", b"capacity_blocks", "hit_ratio", b"hit_ratio", "multiple", b"multiple", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__hit_ratio: _TypeAlias = _typing.Literal["hit_ratio"]  # noqa: Y015
+    _WhichOneofArgType__hit_ratio: _TypeAlias = _typing.Literal["_hit_ratio", b"_hit_ratio"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hit_ratio) -> _WhichOneofReturnType__hit_ratio | None: ...
+
+Global___PolicyAdvice: _TypeAlias = PolicyAdvice  # noqa: Y015
+
+@_typing.final
 class CheckInvariantsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

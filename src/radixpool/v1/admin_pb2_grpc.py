@@ -80,6 +80,11 @@ class AdminServiceStub:
                 request_serializer=radixpool_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=radixpool_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.GetAdvice = channel.unary_unary(
+                '/radixpool.v1.AdminService/GetAdvice',
+                request_serializer=radixpool_dot_v1_dot_admin__pb2.GetAdviceRequest.SerializeToString,
+                response_deserializer=radixpool_dot_v1_dot_admin__pb2.GetAdviceResponse.FromString,
+                _registered_method=True)
         self.CheckInvariants = channel.unary_unary(
                 '/radixpool.v1.AdminService/CheckInvariants',
                 request_serializer=radixpool_dot_v1_dot_admin__pb2.CheckInvariantsRequest.SerializeToString,
@@ -178,6 +183,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetAdvice(self, request, context):
+        """GetAdvice estimates what a pool of another size, or another eviction policy, would have hit of the same requests,
+        from a sampled shadow. Reads only, in constant time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckInvariants(self, request, context):
         """CheckInvariants proves the invariants of the whole cache. Reads only; other calls wait, so it costs a pause of
         about a second per million blocks.
@@ -261,6 +274,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=radixpool_dot_v1_dot_admin__pb2.GetStatsRequest.FromString,
                     response_serializer=radixpool_dot_v1_dot_admin__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'GetAdvice': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAdvice,
+                    request_deserializer=radixpool_dot_v1_dot_admin__pb2.GetAdviceRequest.FromString,
+                    response_serializer=radixpool_dot_v1_dot_admin__pb2.GetAdviceResponse.SerializeToString,
             ),
             'CheckInvariants': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckInvariants,
@@ -532,6 +550,33 @@ class AdminService:
             '/radixpool.v1.AdminService/GetStats',
             radixpool_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
             radixpool_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAdvice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixpool.v1.AdminService/GetAdvice',
+            radixpool_dot_v1_dot_admin__pb2.GetAdviceRequest.SerializeToString,
+            radixpool_dot_v1_dot_admin__pb2.GetAdviceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,6 +58,10 @@ class AdminServiceStub:
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]
     """GetStats returns every counter, in constant time. Reads only."""
+    GetAdvice: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetAdviceRequest, _admin_pb2.GetAdviceResponse]
+    """GetAdvice estimates what a pool of another size, or another eviction policy, would have hit of the same requests,
+    from a sampled shadow. Reads only, in constant time.
+    """
     CheckInvariants: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CheckInvariantsRequest, _admin_pb2.CheckInvariantsResponse]
     """CheckInvariants proves the invariants of the whole cache. Reads only; other calls wait, so it costs a pause of
     about a second per million blocks.
@@ -101,6 +105,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]  # type: ignore[assignment]
     """GetStats returns every counter, in constant time. Reads only."""
+    GetAdvice: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetAdviceRequest, _admin_pb2.GetAdviceResponse]  # type: ignore[assignment]
+    """GetAdvice estimates what a pool of another size, or another eviction policy, would have hit of the same requests,
+    from a sampled shadow. Reads only, in constant time.
+    """
     CheckInvariants: _aio.UnaryUnaryMultiCallable[_admin_pb2.CheckInvariantsRequest, _admin_pb2.CheckInvariantsResponse]  # type: ignore[assignment]
     """CheckInvariants proves the invariants of the whole cache. Reads only; other calls wait, so it costs a pause of
     about a second per million blocks.
@@ -195,6 +203,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetStatsResponse, _abc.Awaitable[_admin_pb2.GetStatsResponse]]:
         """GetStats returns every counter, in constant time. Reads only."""
+
+    @_abc_1.abstractmethod
+    def GetAdvice(
+        self,
+        request: _admin_pb2.GetAdviceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetAdviceResponse, _abc.Awaitable[_admin_pb2.GetAdviceResponse]]:
+        """GetAdvice estimates what a pool of another size, or another eviction policy, would have hit of the same requests,
+        from a sampled shadow. Reads only, in constant time.
+        """
 
     @_abc_1.abstractmethod
     def CheckInvariants(

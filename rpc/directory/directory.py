@@ -10,8 +10,9 @@ One thread owns a directory, the one that owns the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from radixpool.rpc.directory.checksum import RowChecksum
 from radixpool.rpc.directory.clients import ClientTable
 from radixpool.rpc.directory.file import OpenFiles, naming, open_files
 from radixpool.rpc.directory.interned import NO_KEY
-from radixpool.rpc.directory.layout import BlockRecordState, Geometry, Life
+from radixpool.rpc.directory.layout import BlockRecordState, Geometry
 from radixpool.rpc.directory.scan import ScanResult, scan_records, wide
 
 _FREE: Final = int(BlockRecordState.FREE)
@@ -84,9 +85,7 @@ class BlockDirectory:
         geometry = Geometry(num_blocks=num_blocks, block_size=block_size)
         files = open_files(path, geometry)
         directory = cls(files, geometry)
-        life = directory._life
-        number = max(life.incarnation + 1, incarnation)
-        directory._set_life(Life(number, life.generation, life.pool_id))
+        directory._set_life(incarnation=max(files.life.incarnation + 1, incarnation))
         return directory
 
     # --- lives
@@ -108,19 +107,28 @@ class BlockDirectory:
 
     def set_pool(self, pool_id: bytes) -> None:
         """Note the pool that is used from now on. Whatever another pool held must have been removed before."""
-        self._set_life(Life(self._life.incarnation, self._life.generation, pool_id))
+        self._set_life(pool_id=pool_id)
 
     def set_generation(self, generation: int) -> None:
         """Note the generation that begins now."""
-        self._set_life(Life(self._life.incarnation, generation, self._life.pool_id))
+        self._set_life(generation=generation)
 
-    def _set_life(self, life: Life) -> None:
+    @property
+    def lease_ttl_ms(self) -> int:
+        """The longest lease that a client in the table may have, as last told by `set_lease_ttl_ms`."""
+        return self._life.lease_ttl_ms
+
+    def set_lease_ttl_ms(self, lease_ttl_ms: int) -> None:
+        """Note how long the clients in the table may go on without a word."""
+        self._set_life(lease_ttl_ms=lease_ttl_ms)
+
+    def _set_life(self, **changes: Any) -> None:
         """Write both slots in turn: a torn one leaves the other, and a later damage brings nothing old back."""
+        self._life = replace(self._life, **changes)
         for _ in range(2):
             self._life_writes += 1
-            offset, slot = layout.life_slot(life, self._life_writes)
+            offset, slot = layout.life_slot(self._life, self._life_writes)
             self._files.map[offset : offset + len(slot)] = slot
-        self._life = life
 
     def scan(self) -> ScanResult:
         """Return what the records hold. O(num_blocks), vectorised. Raises DirectoryDamaged."""

@@ -156,7 +156,7 @@ def _create(path: Path, geometry: Geometry) -> None:
     """Put an empty directory in the place of whatever is there. The incarnation goes on from the former one."""
     seed = os.urandom(layout.SEED_BYTES)
     temporary = path / (BLOCKS_NAME + ".new")
-    life = Life(incarnation=_incarnation_of(path / BLOCKS_NAME), generation=0, pool_id=layout.NO_POOL)
+    life = Life(_incarnation_of(path / BLOCKS_NAME), generation=0, pool_id=layout.NO_POOL, lease_ttl_ms=0)
     try:
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:

@@ -55,7 +55,7 @@ _WORDS_PER_LINE: Final = 16
 
 _IDENTITY = struct.Struct("<8sIIQI16s")
 _CRC = struct.Struct("<I")
-_LIFE = struct.Struct("<QQ16s")
+_LIFE = struct.Struct("<QQ16sQ")
 _LIFE_OFFSETS: Final = (1024, 2048)
 
 
@@ -94,11 +94,15 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """The changing part of the header: which life of the manager, of the contents and of the pool this is."""
+    """The changing part of the header: which life of the manager, of the contents and of the pool this is.
+
+    `lease_ttl_ms` is the longest lease that a client in the client table may have.
+    """
 
     incarnation: int
     generation: int
     pool_id: bytes
+    lease_ttl_ms: int
 
 
 def _check_range(name: str, value: int, limit: int) -> None:
@@ -133,7 +137,7 @@ def unpack_identity(header: bytes) -> tuple[Geometry, bytes]:
 
 def life_slot(life: Life, writes: int) -> tuple[int, bytes]:
     """Return offset and bytes of the header's write number `writes`, which spares the slot of the one before."""
-    body = struct.pack("<Q", writes) + _LIFE.pack(life.incarnation, life.generation, life.pool_id)
+    body = struct.pack("<Q", writes) + _LIFE.pack(life.incarnation, life.generation, life.pool_id, life.lease_ttl_ms)
     return _LIFE_OFFSETS[writes % 2], body + _CRC.pack(zlib.crc32(body))
 
 

@@ -135,13 +135,15 @@ class FormerLife:
 
 
 class RecordedLife(FormerLife):
-    """A former life that a directory remembers. `clock` gives monotonic seconds, `ttl_s` was its clients' lease."""
+    """A former life that a directory remembers. `clock` gives monotonic seconds, `lease_ttl_ms` is for this life."""
 
-    def __init__(self, directory: BlockDirectory, *, ttl_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, directory: BlockDirectory, *, lease_ttl_ms: int, clock: Callable[[], float]) -> None:
         super().__init__()
         self._directory = directory
         self._clock = clock
-        self._deadline = clock() + ttl_s + GRACE_S
+        self._lease_ttl_ms = lease_ttl_ms
+        self._deadline = clock() + directory.lease_ttl_ms / 1000 + GRACE_S
+        directory.set_lease_ttl_ms(max(lease_ttl_ms, directory.lease_ttl_ms))
         self._awaited = directory.clients.processes()
         self._fenced: RadixCache | None = None
         self._awaits_pool = False
@@ -285,6 +287,7 @@ class RecordedLife(FormerLife):
     def _end_if_alone(self) -> None:
         if self._fenced is not None and not self._awaited and not self._directory.clients.num_unreadable:
             fenced, self._fenced = self._fenced, None
+            self._directory.set_lease_ttl_ms(self._lease_ttl_ms)
             fenced.remove_worker(FORMER_INCARNATION)
 
 
@@ -321,4 +324,4 @@ def open_former_life(options: ManagerOptions, *, clock: Callable[[], float] = ti
         block_size=options.block_size,
         incarnation=time.time_ns() // 1000,
     )
-    return RecordedLife(directory, ttl_s=options.lease_ttl_ms / 1000, clock=clock)
+    return RecordedLife(directory, lease_ttl_ms=options.lease_ttl_ms, clock=clock)

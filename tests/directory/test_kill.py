@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,10 @@ from typing import Any
 import pytest
 
 from radixpool.radix.errors import PoolExhausted, RadixPoolError, UnknownSequence
+from radixpool.radix.namespace import Namespace
 from radixpool.rpc.client import Client, ClientOptions, ClientRole
 from radixpool.rpc.client.retry import NO_RETRY
+from radixpool.rpc.directory.errors import DirectoryNoSpace
 from radixpool.rpc.errors import Fenced, ManagerUnavailable
 from radixpool.rpc.pool_types import KvDtype, MemfdAttachment, Pool, PoolLayout, PoolSpec
 
@@ -54,9 +57,15 @@ class Manager:
         where = ["--listen", self.address, "--directory", str(self.directory)]
         return [sys.executable, "-m", "radixpool.rpc.cli", "serve", "--json", *where, *sizes, *extra]
 
-    def start(self, *extra: str) -> dict[str, Any]:
+    def start(self, *extra: str, max_file_bytes: int = resource.RLIM_INFINITY) -> dict[str, Any]:
+        """Start it; no file may grow beyond `max_file_bytes`, which is what a full disk looks like to a program."""
         self.process = subprocess.Popen(
-            self.command(*extra), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment()
+            self.command(*extra),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes)),
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -234,6 +243,35 @@ def test_after_a_kill_handles_are_void_and_half_written_blocks_wait_for_their_wo
     assert observer.match(prompt(7, 8, 9)).cached_tokens == BLOCK_SIZE
     worker.close()
     observer.close()
+
+
+def test_a_full_disk_refuses_new_namespaces_and_loses_nothing(manager: Manager) -> None:
+    def store(client: Client, number: int) -> None:
+        namespace = Namespace(*("x" * 500,) * 3, 0, "t" * 500, cache_salt=f"{number}" * 100)
+        with client.acquire(prompt(number), namespace=namespace) as sequence:
+            sequence.commit(BLOCK_SIZE)
+        assert client.match(prompt(number), namespace=namespace).cached_tokens == BLOCK_SIZE
+
+    manager.start(max_file_bytes=400_000)
+    manager.register_pool().close()
+    with manager.client("w") as client:
+        stored = 0
+        with pytest.raises(DirectoryNoSpace, match="cannot be written"):
+            while True:
+                store(client, stored)
+                stored += 1
+        assert stored > 100
+        store(client, 0)
+        assert client.check().violations == ()
+        assert client.stats().cache.held_blocks == 0
+        manager.kill()
+    manager.start()
+    manager.register_pool().close()
+    with manager.client("w") as client:
+        assert client.stats().cache.num_namespaces == stored
+        for number in range(stored + 1):
+            store(client, number)
+        assert client.stats().cache.committed_blocks == 1, "only the refused one was missing"
 
 
 def run_serve(manager: Manager, *extra: str) -> subprocess.CompletedProcess[str]:

@@ -8,8 +8,8 @@ from radixpool.rpc.directory.layout import BlockRecordState, Geometry, Life
 
 SEED = bytes(range(16))
 GEOMETRY = Geometry(num_blocks=1000, block_size=16)
-OLD = Life(incarnation=6, generation=2, pool_id=b"a" * 16)
-NEW = Life(incarnation=7, generation=2, pool_id=b"b" * 16)
+OLD = Life(incarnation=6, generation=2, pool_id=b"a" * 16, lease_ttl_ms=10_000)
+NEW = Life(incarnation=7, generation=2, pool_id=b"b" * 16, lease_ttl_ms=3_000)
 
 
 def header(*writes: tuple[Life, int]) -> bytearray:

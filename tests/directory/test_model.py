@@ -12,7 +12,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -124,5 +124,6 @@ class KilledManagerMachine(RuleBasedStateMachine):
 
 def test_hypothesis_finds_no_kill_that_loses_or_invents_anything(killing: ModuleType) -> None:
     KilledManagerMachine.killing = killing
-    budget = settings(max_examples=40, stateful_step_count=25, deadline=None)
+    unhurried = [HealthCheck.too_slow]
+    budget = settings(max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=unhurried)
     run_state_machine_as_test(KilledManagerMachine, settings=budget)

@@ -162,7 +162,9 @@ def test_a_damaged_byte_is_always_detected(chain: tuple[BlockDirectory, bytes, b
             assert record_survives(directory, bytes(damaged), path) == (at in last_use)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=200, deadline=None
+)
 @given(st.sets(st.integers(0, 127), min_size=1))
 def test_any_mixture_of_two_records_is_dropped(
     chain: tuple[BlockDirectory, bytes, bytes], path: Path, new_bytes: set[int]

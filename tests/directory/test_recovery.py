@@ -248,6 +248,26 @@ def test_a_worker_whose_lease_ended_is_waited_for_as_long_as_its_steps_may_run(
     assert start().engine.former_life.report.former_clients == 0
 
 
+def test_clients_of_a_longer_lease_are_waited_for_as_long_as_it_lasts(
+    loaded: Life, start: Callable[..., Life], clock: Clock
+) -> None:
+    """Also through a life with a shorter one that was killed before the fence had passed."""
+    for _ in range(2):
+        life = start(lease_ttl_ms=500)
+        life.register_pool()
+        clock.now += 0.5 + GRACE_S
+        life.engine.sweep()
+        assert life.quarantined == 6
+    clock.now += TTL_S - 0.5
+    life.engine.sweep()
+    assert life.quarantined == 0
+    life.register("short")
+    life = start()
+    clock.now += 0.5 + GRACE_S
+    life.engine.sweep()
+    assert life.engine.former_life.is_over
+
+
 def test_a_second_kill_before_the_fence_keeps_the_quarantine(loaded: Life, start: Callable[..., Life]) -> None:
     start().register_pool()
     life = start()

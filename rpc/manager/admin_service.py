@@ -141,7 +141,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def Evict(self, request: pb.EvictRequest, context: grpc.ServicerContext) -> pb.EvictResponse:
         reply = pb.EvictResponse()
-        self._change(request, reply, lambda: steering.evict(self._engine.cache, request, reply))
+        self._change(request, reply, lambda: steering.evict(self._engine, request, reply))
         return reply
 
     def Flush(self, request: pb.FlushRequest, context: grpc.ServicerContext) -> pb.FlushResponse:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -87,8 +87,14 @@ class Engine:
         self._event_times = EventTimes(self._clock)
         self.misses = MissExplainer(self.cache, self.handles, self._event_times)
         self.steps = WorkerSteps(self.cache, self._clock)
+        self.removals: Counter[str] = Counter()
         self.operations = Operations(
-            self.cache, self.handles, self.steps, on_refusal=self._refused, shadow=self.shadow
+            self.cache,
+            self.handles,
+            self.steps,
+            on_refusal=self._refused,
+            shadow=self.shadow,
+            removals=self.removals,
         )
 
     def _refused(self, reason: str) -> None:

@@ -49,7 +49,6 @@ class ManagerService:
         self.server.engine.on_refusal = metrics.refused
         self._metrics_server: MetricsServer | None = None
         self._publisher: KvEventPublisher | None = None
-        self._serving = False
         self.registry.register(ManagerCollector(self))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
@@ -78,7 +77,6 @@ class ManagerService:
         except Exception:
             self.stop(0)
             raise
-        self._serving = True
 
     def _start_metrics(self) -> None:
         listen = self._config.metrics.listen
@@ -93,10 +91,9 @@ class ManagerService:
 
     def stop(self, grace_s: float | None = None) -> None:
         """Refuse new calls, give running ones `grace_s` (the configured time by default), and leave the addresses."""
-        self._serving = False
+        self.server.stop(self._config.server.drain_timeout_s if grace_s is None else grace_s)
         if self._publisher is not None:
             self._publisher.close()
-        self.server.stop(self._config.server.drain_timeout_s if grace_s is None else grace_s)
         if self._metrics_server is not None:
             # Last, so that the drain can be watched.
             self._metrics_server.close()
@@ -116,11 +113,13 @@ class ManagerService:
                 policy=engine.options.policy,
                 incarnation=engine.incarnation,
                 uptime_s=engine.uptime_ms() / 1000,
-                serving=self._serving,
+                serving=self.server.is_serving,
                 clients={_role_name(role): count for role, count in roles.items()},
                 expired_leases=engine.expired_leases,
                 fenced_requests=engine.fenced_requests,
                 open_sessions=engine.sessions.taken,
+                evicted_by_cause={"operator": engine.removals["operator"]},
+                removed_by_cause={cause: engine.removals[cause] for cause in ("flush", "invalidate")},
                 advised_hit_ratio={
                     (advice.policy, f"{advice.multiple:g}"): advice.hit_ratio
                     for advice in engine.shadow.report().advice

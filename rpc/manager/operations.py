@@ -6,6 +6,7 @@ changed nothing. The caller holds the engine's lock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias
 
@@ -28,7 +29,8 @@ Handler: TypeAlias = Callable[[Lease, Any, Any], None]
 class Operations:
     """The handlers over one cache and its handles.
 
-    `on_refusal` hears the reason of each error inside a reply, `shadow` sees every admitted request.
+    `on_refusal` hears the reason of each error inside a reply, `shadow` sees every admitted request, `removals` counts
+    blocks that stop being findable, by cause.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class Operations:
         *,
         on_refusal: Callable[[str], None],
         shadow: Shadow,
+        removals: Counter[str],
     ) -> None:
         self._cache = cache
         self._handles = handles
         self._steps = steps
         self._on_refusal = on_refusal
         self._shadow = shadow
+        self._removals = removals
         self.handlers: dict[str, Handler] = {
             "acquire": self._acquire,
             "extend": self._extend,
@@ -201,6 +205,7 @@ class Operations:
         self, lease: Lease, request: cache_pb2.InvalidateRequest, reply: cache_pb2.InvalidateResponse
     ) -> None:
         removed = self._cache.invalidate(self._find(lease, request.handle).sequence, request.block_index)
+        self._removals["invalidate"] += removed.removed_blocks
         reply.removed_blocks = removed.removed_blocks
         reply.freed_blocks = removed.freed_blocks
         reply.num_holders = len(removed.holders)

@@ -61,9 +61,12 @@ def set_retention(
             raise ValueError("target must be prefix or handle, got neither")
 
 
-def evict(cache: RadixCache, request: pb.EvictRequest, reply: pb.EvictResponse) -> None:
+def evict(engine: Engine, request: pb.EvictRequest, reply: pb.EvictResponse) -> None:
     """Evict blocks that nobody holds, or say which would go."""
-    reply.block_ids = block_ids_to_wire(cache.evict(request.num_blocks, dry_run=request.dry_run).blocks)
+    evicted = engine.cache.evict(request.num_blocks, dry_run=request.dry_run)
+    if not request.dry_run:
+        engine.removals["operator"] += evicted.num_blocks
+    reply.block_ids = block_ids_to_wire(evicted.blocks)
 
 
 def flush(engine: Engine, request: pb.FlushRequest, reply: pb.FlushResponse) -> None:
@@ -75,6 +78,7 @@ def flush(engine: Engine, request: pb.FlushRequest, reply: pb.FlushResponse) -> 
     flushed = engine.cache.flush(namespace, mode=mode)
     if mode == "new_generation":
         engine.begin_generation()
+    engine.removals["flush"] += flushed.freed_blocks + flushed.held_blocks
     reply.freed_blocks = flushed.freed_blocks
     reply.held_blocks = flushed.held_blocks
 

@@ -22,6 +22,7 @@ from radixpool.rpc import operations as ops
 from radixpool.rpc.client import Client, ClientOptions, ClientRole
 from radixpool.rpc.config import CacheConfig, KvEventsConfig, MetricsConfig, SecurityConfig, ServeConfig, ServerConfig
 from radixpool.rpc.errors import PermissionDenied, Unauthenticated
+from radixpool.rpc.inspection import FlushMode
 from radixpool.rpc.manager.launch import ManagerService
 from radixpool.rpc.metrics import LogFormat
 from radixpool.rpc.metrics.logs import configure_logging
@@ -151,6 +152,30 @@ def test_metrics_tell_what_happened(start: Callable[..., ManagerService]) -> Non
             assert value("rpc_handling_seconds_count", **cache, method="Acquire", code="RESOURCE_EXHAUSTED") == 1
             assert value("rpc_stream_message_seconds_count", **cache, method="Session") == 1
             assert value("rpc_open_streams", **cache, method="Session") == 1
+
+
+def test_removals_are_told_apart_by_cause(start: Callable[..., ManagerService]) -> None:
+    service = start()
+    with Client(service.address) as client:
+        for first in range(20):
+            with client.acquire([first] * 17) as sequence:
+                sequence.commit(17)
+                if first == 19:
+                    client.invalidate(sequence.handle, 3)
+        client.evict(3)
+        client.evict(5, dry_run=True)
+        client.flush(FlushMode.IDLE_ONLY)
+    shown = scrape(service)
+    stats = service.cache_stats()
+
+    def value(name: str, cause: str) -> float:
+        return shown[f"radixpool_{name}", frozenset({("cause", cause)})]
+
+    assert value("kv_blocks_evicted_total", "operator") == 3
+    assert value("kv_blocks_evicted_total", "capacity") == stats.evicted_blocks - 3 > 0
+    assert value("kv_blocks_removed_total", "invalidate") == 1
+    gone = 3 + 1 + value("kv_blocks_evicted_total", "capacity") + value("kv_blocks_removed_total", "flush")
+    assert gone == stats.committed_blocks
 
 
 def test_a_taken_metrics_port_leaves_nothing_behind(start: Callable[..., ManagerService], folder: Path) -> None:

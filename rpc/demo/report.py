@@ -20,13 +20,15 @@ _STATES = ("free", "cached", "held", "quarantined")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The outcomes with sharing, those of the first requests once more without, and the cache in between.
+    """The outcomes of the replay, and the state of the cache after it.
 
+    `repeated` and `unshared` are its first requests once more, with sharing and without, under equal load.
     `notes` are what a reader must know: skipped conversations, unreadable lines, workers that died.
     """
 
     model: str
     outcomes: tuple[Outcome, ...]
+    repeated: tuple[Outcome, ...]
     unshared: tuple[Outcome, ...]
     cache: CacheCounters
     notes: tuple[str, ...] = ()
@@ -49,28 +51,41 @@ class Report:
     @property
     def failed(self) -> tuple[Outcome, ...]:
         """Return the requests that got no answer."""
-        return tuple(outcome for outcome in (*self.outcomes, *self.unshared) if outcome.error)
+        return tuple(outcome for outcome in (*self.outcomes, *self.repeated, *self.unshared) if outcome.error)
 
     @property
-    def compared(self) -> tuple[tuple[Outcome, Outcome], ...]:
-        """Return the requests that ran both ways, with sharing first."""
-        by_turn = {_key(outcome): outcome for outcome in self.outcomes}
-        return tuple((by_turn[_key(outcome)], outcome) for outcome in self.unshared)
+    def compared(self) -> tuple[Comparison, ...]:
+        """Return the requests that also ran without sharing, in order."""
+        first, again = ({_key(outcome): outcome for outcome in run} for run in (self.outcomes, self.repeated))
+        return tuple(Comparison(first[_key(alone)], again[_key(alone)], alone) for alone in self.unshared)
 
     @property
     def identical(self) -> bool | None:
         """Whether every compared output is the same token for token; None when none was compared."""
-        if not self.unshared:
-            return None
-        return all(not a.error and not b.error and a.tokens == b.tokens for a, b in self.compared)
+        return all(comparison.identical for comparison in self.compared) if self.unshared else None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One request three times: in the replay, again with sharing, and without sharing."""
+
+    first: Outcome
+    again: Outcome
+    alone: Outcome
+
+    @property
+    def identical(self) -> bool:
+        """Whether all three gave the same tokens."""
+        answered = not (self.first.error or self.again.error or self.alone.error)
+        return answered and self.first.tokens == self.again.tokens == self.alone.tokens
 
 
 def as_data(report: Report) -> dict[str, Any]:
     """Return the report as JSON-ready data."""
-    unshared = {_key(outcome): outcome for outcome in report.unshared}
+    compared = {_key(comparison.first): comparison for comparison in report.compared}
     return {
         "model": report.model,
-        "requests": [_request_data(outcome, unshared.get(_key(outcome))) for outcome in report.outcomes],
+        "requests": [_request_data(outcome, compared.get(_key(outcome))) for outcome in report.outcomes],
         "identical_without_sharing": report.identical,
         "compared_requests": len(report.unshared),
         "hit_ratio": report.hit_ratio,
@@ -78,8 +93,8 @@ def as_data(report: Report) -> dict[str, Any]:
         "cached_tokens": report.cached_tokens,
         "ttft_ms": {
             "median": _median([outcome.ttft_ms for outcome in report.outcomes if not outcome.error]),
-            "compared_with_sharing": _median([shared.ttft_ms for shared, _ in report.compared]),
-            "compared_without_sharing": _median([alone.ttft_ms for _, alone in report.compared]),
+            "repeated_with_sharing": _median([item.again.ttft_ms for item in report.compared]),
+            "repeated_without_sharing": _median([item.alone.ttft_ms for item in report.compared]),
         },
         "blocks": {f"{state}_blocks": getattr(report.cache, f"{state}_blocks") for state in _STATES}
         | {"num_blocks": report.cache.num_blocks, "evicted_blocks": report.cache.evicted_blocks},
@@ -98,19 +113,22 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _request_table(report: Report) -> Table:
-    caption = "TTFT: time to first token in ms, with everything running at once; unshared: the same without sharing"
+    caption = (
+        "TTFT: time to first token in ms, with all chats at once; then the first requests once more under equal load"
+    )
     table = Table(title="requests", caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for column in ("turn", "worker", "prompt", "cached", "", "TTFT", "tokens/s"):
+    for column in ("turn", "worker", "prompt", "cached", "TTFT", "tokens/s"):
         table.add_column(column, justify="left" if column in ("turn", "worker") else "right", no_wrap=True)
-    if report.unshared:
-        table.add_column("unshared", justify="right", no_wrap=True)
-        table.add_column("same", justify="right", no_wrap=True)
-    unshared = {_key(outcome): outcome for outcome in report.unshared}
+    if report.compared:
+        for column in ("TTFT shared", "unshared", "same"):
+            table.add_column(column, justify="right")
+    compared = {_key(comparison.first): comparison for comparison in report.compared}
     for outcome in report.outcomes:
         cells = _request_cells(outcome)
-        other = unshared.get(_key(outcome))
-        if other is not None:
-            cells += [f"{other.ttft_ms:,.0f}", "[green]yes[/]" if other.tokens == outcome.tokens else "[red]no[/]"]
+        comparison = compared.get(_key(outcome))
+        if comparison is not None:
+            same = "[green]yes[/]" if comparison.identical else "[red]no[/]"
+            cells += [f"{comparison.again.ttft_ms:,.0f}", f"{comparison.alone.ttft_ms:,.0f}", same]
         table.add_row(*cells)
     return table
 
@@ -124,7 +142,6 @@ def _request_cells(outcome: Outcome) -> list[str]:
     return [
         *cells,
         f"{outcome.cached_tokens:,}",
-        f"{outcome.cached_tokens / prompt:.0%}",
         f"{outcome.ttft_ms:,.0f}",
         f"{speed:.1f}" if speed is not None else "-",
     ]
@@ -138,10 +155,10 @@ def _summary_table(report: Report) -> Table:
     table.add_row("hit ratio", f"{report.hit_ratio:.1%} of {report.prompt_tokens:,} prompt tokens")
     table.add_row("prefill tokens saved", f"{report.cached_tokens:,}")
     if report.compared:
-        shared = statistics.median(with_sharing.ttft_ms for with_sharing, _ in report.compared)
-        alone = statistics.median(without.ttft_ms for _, without in report.compared)
-        ratio = f" ({alone / shared:.1f} times)" if shared else ""
-        table.add_row("median time to first token", f"{shared:,.0f} ms with sharing, {alone:,.0f} ms without{ratio}")
+        shared = statistics.median(item.again.ttft_ms for item in report.compared)
+        alone = statistics.median(item.alone.ttft_ms for item in report.compared)
+        ratio = f", {alone / shared:.1f} times as long" if shared else ""
+        table.add_row("median TTFT, repeated", f"{shared:,.0f} ms with sharing, {alone:,.0f} ms without{ratio}")
         verdict = "[green]identical[/]" if report.identical else "[red]DIFFERENT[/]"
         table.add_row("output without sharing", f"{verdict} ({len(report.compared)} requests compared, greedy)")
     states = ", ".join(f"{getattr(cache, f'{state}_blocks'):,} {state}" for state in _STATES)
@@ -149,7 +166,7 @@ def _summary_table(report: Report) -> Table:
     return table
 
 
-def _request_data(outcome: Outcome, unshared: Outcome | None) -> dict[str, Any]:
+def _request_data(outcome: Outcome, compared: Comparison | None) -> dict[str, Any]:
     data: dict[str, Any] = {
         "conversation": outcome.turn.conversation,
         "turn": outcome.turn.number,
@@ -163,9 +180,12 @@ def _request_data(outcome: Outcome, unshared: Outcome | None) -> dict[str, Any]:
     }
     if outcome.error:
         data["error"] = outcome.error
-    if unshared is not None:
-        data["ttft_ms_without_sharing"] = unshared.ttft_ms
-        data["output_token_ids_without_sharing"] = list(unshared.tokens)
+    if compared is not None:
+        data["identical"] = compared.identical
+        for name, other in (("repeated", compared.again), ("unshared", compared.alone)):
+            data[f"{name}_cached_tokens"] = other.cached_tokens
+            data[f"{name}_ttft_ms"] = other.ttft_ms
+            data[f"{name}_output_token_ids"] = list(other.tokens)
     return data
 
 

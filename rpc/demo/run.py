@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ _MEMORY_SHARE = 0.4
 """How much of the available memory the pool may take when its size is not given."""
 _MIN_BLOCKS = 256
 _COMPARED_OF_A_FILE = 3
-_MAX_TREE_NODES = 60
+_MAX_TREE_NODES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +180,14 @@ def _replay(
         outcomes = replay.run(chats.chats, frontends=options.num_frontends)
     with Client(manager.address, options=ClientOptions(name="demo", role=ClientRole.OPERATOR)) as client:
         cache, tree = client.stats().cache, client.inspect_tree(max_nodes=_MAX_TREE_NODES)
-    unshared = _replay_unshared(targets, sampling, chats, options, progress)
+    chosen = first_turns(chats.chats, _compare_count(chats, options))
+    repeated = _replay_once_more(targets, sampling, chosen, _Repeat("again with sharing", _shared), options, progress)
+    unshared = _replay_once_more(targets, sampling, chosen, _Repeat("again without sharing", _alone), options, progress)
     died = tuple(f"{worker.name} has died" for worker in workers if not worker.alive)
     report = Report(
         model=source.name,
         outcomes=tuple(outcomes),
+        repeated=tuple(repeated),
         unshared=tuple(unshared),
         cache=cache,
         notes=(*chats.notes, *died),
@@ -192,18 +195,33 @@ def _replay(
     return DemoResult(report, tree)
 
 
-def _replay_unshared(
-    targets: Sequence[Target], sampling: SamplingParams, chats: Chats, options: DemoOptions, progress: Progress
+def _compare_count(chats: Chats, options: DemoOptions) -> int:
+    if options.compare is not None:
+        return options.compare
+    return sum(map(len, chats.chats)) if options.conversations is None else _COMPARED_OF_A_FILE
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    """One more run of some requests: what the progress bar says, and who shares with whom."""
+
+    description: str
+    namespace_of: Callable[[Turn], Namespace]
+
+
+def _replay_once_more(
+    targets: Sequence[Target],
+    sampling: SamplingParams,
+    chosen: Sequence[Sequence[Turn]],
+    repeat: _Repeat,
+    options: DemoOptions,
+    progress: Progress,
 ) -> list[Outcome]:
-    """Run the first requests again, each in a namespace of its own, so that it finds nothing and leaves nothing."""
-    count = options.compare
-    if count is None:
-        count = sum(map(len, chats.chats)) if options.conversations is None else _COMPARED_OF_A_FILE
-    chosen = first_turns(chats.chats, count)
     if not chosen:
         return []
-    bar = _RequestBar(progress, "again without sharing", sum(map(len, chosen)))
-    with closing(Replay(targets, sampling, namespace_of=_alone, on_outcome=bar.advance)) as replay:
+    bar = _RequestBar(progress, repeat.description, sum(map(len, chosen)))
+    replay = Replay(targets, sampling, namespace_of=repeat.namespace_of, on_outcome=bar.advance)
+    with closing(replay):
         return replay.run(chosen, frontends=options.num_frontends)
 
 
@@ -222,7 +240,12 @@ def first_turns(chats: Iterable[Sequence[Turn]], count: int) -> list[Sequence[Tu
     return chosen
 
 
+def _shared(_turn: Turn) -> Namespace:
+    return Namespace()
+
+
 def _alone(turn: Turn) -> Namespace:
+    """Return a namespace of the request's own: it finds nothing and leaves nothing for others."""
     return Namespace(cache_salt=f"unshared {turn.conversation} {turn.number}")
 
 

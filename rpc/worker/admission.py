@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from radixpool.rpc import operations as ops
-from radixpool.rpc.worker.cache_port import CachePort
 from radixpool.rpc.worker.limits import EngineLimits, check_prompt
 from radixpool.rpc.worker.requests import GenerateCall, HandleSource, PromptSource, RunningSequence, common_prefix
 from radixpool.rpc.worker.step import Runner
+
+Tell: TypeAlias = Callable[[Sequence[ops.Operation]], Sequence[ops.Result | Exception]]
 
 
 class Admission:
     """Open sequences for one engine. Keeps no state of its own."""
 
-    def __init__(self, port: CachePort, runner: Runner, limits: EngineLimits) -> None:
-        self._port = port
+    def __init__(self, tell: Tell, runner: Runner, limits: EngineLimits) -> None:
+        self._tell = tell
         self._runner = runner
         self._limits = limits
 
@@ -89,7 +91,7 @@ class Admission:
         )
 
     def _one(self, operation: ops.Operation) -> ops.Result:
-        result = self._port.batch([operation])[0]
+        result = self._tell([operation])[0]
         if isinstance(result, Exception):
             raise result
         return result

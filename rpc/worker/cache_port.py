@@ -31,15 +31,18 @@ from radixpool.rpc.operations import (
     Reserved,
     Result,
     SequenceView,
+    StepReport,
 )
 
 
 class CachePort(Protocol):
     """Run cache operations for the engine, which is the only caller and calls from one thread."""
 
-    def batch(self, operations: Sequence[Operation], /) -> Sequence[Result | Exception]:
+    def batch(self, operations: Sequence[Operation], /, *, steps: StepReport) -> Sequence[Result | Exception]:
         """Run `operations` in order, each by itself: a failed one yields its error and stops none of the others.
 
+        `steps` says which steps are over (before the operations) and which one may begin after them: until it is over
+        the cache hands out no block that it may touch.
         Raises `CacheLost`, and nothing else, when the cache as a whole is out of reach: every handle is void then.
         """
         ...
@@ -56,8 +59,8 @@ class LocalPort:
         self._cache = cache
         self._sequences: dict[bytes, CacheSequence] = {}
 
-    def batch(self, operations: Sequence[Operation], /) -> list[Result | Exception]:
-        """Run `operations` in order; see `CachePort`."""
+    def batch(self, operations: Sequence[Operation], /, *, steps: StepReport | None = None) -> list[Result | Exception]:
+        """Run `operations` in order; see `CachePort`. No step runs meanwhile in this process, so none is waited for."""
         return [self._run_one(operation) for operation in operations]
 
     def _run_one(self, operation: Operation) -> Result | Exception:
@@ -77,16 +80,17 @@ class LocalPort:
                 sequence = self._sequence(handle)
                 before = len(sequence.block_table)
                 self._cache.extend(sequence, tokens)
-                return Extended(sequence.num_tokens, sequence.block_table[before:])
+                return Extended(sequence.num_tokens, sequence.block_table[before:], sequence.invalid_from)
             case Reserve(handle, num_tokens):
                 sequence = self._sequence(handle)
                 before = len(sequence.block_table)
                 self._cache.reserve(sequence, num_tokens)
                 return Reserved(sequence.block_table[before:])
             case Commit(handle, upto):
-                done = self._cache.commit(self._sequence(handle), upto)
+                sequence = self._sequence(handle)
+                done = self._cache.commit(sequence, upto)
                 remaps = tuple(Remap(remap.index, remap.old_block, remap.new_block) for remap in done.remaps)
-                return Committed(done.committed_tokens, remaps)
+                return Committed(done.committed_tokens, remaps, sequence.invalid_from)
             case Release(handle):
                 self._cache.release(self._sequence(handle))
                 del self._sequences[handle]

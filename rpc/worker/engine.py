@@ -25,18 +25,15 @@ from radixpool.rpc.generation import FinishReason, GenerateFinished, GenerateSta
 from radixpool.rpc.worker.admission import Admission
 from radixpool.rpc.worker.batching import build_batch
 from radixpool.rpc.worker.cache_port import CachePort
+from radixpool.rpc.worker.errors import BlocksInvalidated, InternalError, OutOfMemory
 from radixpool.rpc.worker.limits import EngineLimits, check_prompt, check_sampling
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource, RunningSequence
 from radixpool.rpc.worker.scheduler import Chunk, plan_chunks
-from radixpool.rpc.worker.step import OutOfMemory, Runner
+from radixpool.rpc.worker.step import Runner
 
 log = logging.getLogger(__name__)
 
 _REFUSALS = (PoolExhausted, QuotaExceeded)
-
-
-class InternalError(RadixPoolError):
-    """The worker failed in a way that is a bug of ours; its log has the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ class Engine:
         self._port = port
         self._runner = runner
         self._limits = limits
-        self._admission = Admission(port, runner, limits)
+        self._admission = Admission(self._tell, runner, limits)
         self._clock = clock
         self._token_budget = limits.token_budget
         self._lock = threading.Condition()
@@ -73,6 +70,8 @@ class Engine:
         self._running: list[RunningSequence] = []
         self._num_submitted = 0
         self._retry_at = 0.0
+        self._passes = 0  # forward passes that are over, however they ended; empty ones count
+        self._announced = 0  # the pass that the cache was told of last
         self._completed_steps = 0
         self._computed_tokens = 0
         self._reused_tokens = 0
@@ -130,6 +129,7 @@ class Engine:
         chunks = plan_chunks(pending, token_budget=self._token_budget, block_size=self._limits.block_size)
         if not chunks:
             self._fail_stalled()
+            self._rest()
             return False
         tokens = self._forward(chunks)
         if tokens is not None:
@@ -221,7 +221,7 @@ class Engine:
             self._running.remove(sequence)
         owned = [ops.Release(sequence.handle) for sequence in sequences if sequence.owned]
         if owned:
-            self._port.batch(owned)  # a handle that is unknown by now is released just as well
+            self._tell(owned)  # a handle that is unknown by now is released just as well
             self._retry_at = 0.0
 
     # When the pool is short.
@@ -270,13 +270,16 @@ class Engine:
         try:
             tokens = self._runner.forward(batch)
         except OutOfMemory as error:
+            self._passes += 1
             self._shrink(chunks, error)
             return None
         except Exception:
+            self._passes += 1
             log.exception("a forward pass of %d tokens failed", batch.num_tokens)
             for sequence in [self._running[chunk.index] for chunk in chunks]:
                 self._end(sequence, InternalError("the forward pass failed; see the worker's log"))
             return None
+        self._passes += 1
         self._completed_steps += 1
         self._computed_tokens += batch.num_tokens
         self._token_budget = min(self._limits.token_budget, self._token_budget + self._limits.block_size)
@@ -291,17 +294,19 @@ class Engine:
         self._token_budget = max(1, batch_tokens // 2)
 
     def _advance(self, chunks: Sequence[Chunk], tokens: Sequence[int]) -> None:
-        """Take over what a pass computed: append the sampled tokens, commit, extend, release what is finished."""
+        """Take over what a pass computed: append the sampled tokens, commit, extend, release what is finished.
+
+        Every running sequence is named to the cache, so that the next pass touches none that is gone by now.
+        """
         sampled = iter(tokens)
-        computed = [self._running[chunk.index] for chunk in chunks]
-        reports: list[tuple[RunningSequence, ops.Operation]] = []
-        for sequence, chunk in zip(computed, chunks, strict=True):
+        for chunk in chunks:
+            sequence = self._running[chunk.index]
             sequence.computed = chunk.end
             if chunk.end == len(sequence.tokens):
                 self._append_token(sequence, next(sampled))
-            reports.extend((sequence, operation) for operation in self._report(sequence))
-        self._apply(reports)
-        for sequence in computed:
+        named = list(self._running)
+        self._apply([(sequence, operation) for sequence in named for operation in self._report(sequence)])
+        for sequence in named:
             self._settle(sequence)
 
     def _append_token(self, sequence: RunningSequence, token: int) -> None:
@@ -314,21 +319,29 @@ class Engine:
             sequence.finish_reason = FinishReason.LENGTH
 
     def _report(self, sequence: RunningSequence) -> Iterator[ops.Operation]:
-        """Yield what the cache has to be told. The last token of an owned sequence is never computed."""
-        if sequence.computed - sequence.computed % self._limits.block_size > sequence.findable:
+        """Yield what the cache has to be told, at least one operation.
+
+        The last token of an owned sequence is never computed, so the cache never learns it.
+        """
+        ends = sequence.finish_reason is not None and sequence.owned
+        grows = len(sequence.tokens) > sequence.registered and not ends
+        fills_block = sequence.computed - sequence.computed % self._limits.block_size > sequence.findable
+        if fills_block or not (ends or grows):
             yield ops.Commit(sequence.handle, sequence.computed)
-        if sequence.finish_reason is not None and sequence.owned:
+        if ends:
             yield ops.Release(sequence.handle)
-        elif len(sequence.tokens) > sequence.registered:
+        elif grows:
             yield ops.Extend(sequence.handle, sequence.tokens[sequence.registered :])
 
     def _apply(self, reports: Sequence[tuple[RunningSequence, ops.Operation]]) -> None:
         """Tell the cache, in one round trip, and take over what it answers."""
         if not reports:
             return
-        results = self._port.batch([operation for _, operation in reports])
+        results = self._tell([operation for _, operation in reports])
         for (sequence, _), result in zip(reports, results, strict=True):
             match result:
+                case ops.Committed() | ops.Extended() if result.invalid_from_block is not None:
+                    sequence.error = BlocksInvalidated(f"block {result.invalid_from_block} of the sequence is damaged")
                 case ops.Committed(committed_tokens, remaps):
                     sequence.apply_remaps(remaps)
                     sequence.findable = committed_tokens - committed_tokens % self._limits.block_size
@@ -345,10 +358,11 @@ class Engine:
         """Stream what the cache has confirmed, and end a sequence that has finished or failed.
 
         A handle that is unknown all at once (the lease was over for a moment) means that others may have written to the
-        blocks during the last step: its token is thrown away, and what the engine owns goes on from the one before.
+        blocks during the last step, and an invalidated block means that it was damaged before. The step's token is
+        thrown away, and what the engine owns goes on from the one before, with blocks acquired anew.
         """
-        if isinstance(sequence.error, UnknownSequence) and sequence.owned:
-            self._running.remove(sequence)
+        if isinstance(sequence.error, UnknownSequence | BlocksInvalidated) and sequence.owned:
+            self._drop([sequence])
             self._requeue(sequence)
             return
         if sequence.error is not None:
@@ -367,3 +381,16 @@ class Engine:
     def _end(self, sequence: RunningSequence, error: Exception) -> None:
         self._drop([sequence])
         sequence.call.events.put(error)
+
+    # The cache.
+
+    def _tell(self, operations: Sequence[ops.Operation]) -> Sequence[ops.Result | Exception]:
+        """Run operations, and announce the next pass."""
+        self._announced = self._passes + 1
+        return self._port.batch(operations, steps=ops.StepReport(self._passes, self._announced))
+
+    def _rest(self) -> None:
+        """Report the announced pass as over: nothing was left for it to do."""
+        if self._announced > self._passes:
+            self._passes = self._announced
+            self._port.batch([], steps=ops.StepReport(self._passes, self._passes))

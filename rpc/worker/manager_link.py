@@ -66,12 +66,12 @@ class ManagerLink:
                     raise
                 log.debug("not connected yet: %s", error)
 
-    def batch(self, operations: Sequence[ops.Operation], /) -> list[ops.Result | Exception]:
+    def batch(self, operations: Sequence[ops.Operation], /, *, steps: ops.StepReport) -> list[ops.Result | Exception]:
         """Run `operations` over the session; see `CachePort.batch`."""
         if self._session is None:
             raise CacheLost("not connected to the manager")
         try:
-            return self._session.batch(operations)
+            return self._session.batch(operations, steps=steps)
         except RadixPoolError as error:
             raise CacheLost(str(error)) from error
 

@@ -26,9 +26,10 @@ from radixpool.kernels import AttentionSpec, ForestPlan, extend, plan_forest, wr
 from radixpool.rpc.generation import SamplingParams
 from radixpool.rpc.pool.geometry import require_equal
 from radixpool.rpc.pool.tensors import KvPool
+from radixpool.rpc.worker.errors import OutOfMemory
 from radixpool.rpc.worker.model_source import ModelSource, ModelUnavailable
 from radixpool.rpc.worker.sampling import TokenSampler
-from radixpool.rpc.worker.step import NO_SLOT, OutOfMemory, Sampler, StepBatch
+from radixpool.rpc.worker.step import NO_SLOT, Sampler, StepBatch
 
 _ATTENTION = "radixpool_paged"
 _ROW_CANDIDATES = (1, 2, 4, 8, 16, 32)

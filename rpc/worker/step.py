@@ -9,7 +9,6 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from radixpool.radix.errors import RadixPoolError
 from radixpool.rpc.generation import SamplingParams
 
 Sampler: TypeAlias = object
@@ -17,10 +16,6 @@ Sampler: TypeAlias = object
 
 NO_SLOT = -1
 """In a slot mapping: the KV of this position is in the pool already and must not be written."""
-
-
-class OutOfMemory(RadixPoolError):
-    """A forward pass did not fit into memory; the pool and the cache are as they were before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +132,18 @@ class Answer:
                 assert event.output_tokens == len(self.tokens)
             case Exception():
                 self.error = event
+
+
+def named_memory(pid: int) -> list[str]:
+    """Shared memory with a name that process `pid` maps or has open: what could stay in /dev/shm once it is killed."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    files = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    return [place for place in maps + files if "/dev/shm" in place]
+
+
+@pytest.fixture
+def named_memory_of():
+    return named_memory
 
 
 @pytest.fixture

@@ -167,12 +167,15 @@ COUNTERS = CacheCounters(
 )
 
 
-def report(outcomes, unshared=(), **rest):
-    return Report(model="m", outcomes=tuple(outcomes), unshared=tuple(unshared), cache=COUNTERS, **rest)
+def report(outcomes, unshared=(), repeated=None, **rest):
+    repeated = unshared if repeated is None else repeated
+    runs = {"outcomes": tuple(outcomes), "repeated": tuple(repeated), "unshared": tuple(unshared)}
+    return Report(model="m", cache=COUNTERS, **runs, **rest)
 
 
 def test_the_data_of_a_report():
-    data = as_data(report([outcome("a", 1, cached=0), outcome("a", 2)], [outcome("a", 1, cached=0, ttft_ms=400.0)]))
+    again, alone = outcome("a", 1, ttft_ms=50.0), outcome("a", 1, cached=0, ttft_ms=400.0)
+    data = as_data(report([outcome("a", 1, cached=0), outcome("a", 2)], [alone], [again]))
     json.dumps(data)
     assert data["hit_ratio"] == 16 / 64
     assert data["identical_without_sharing"] is True
@@ -183,10 +186,10 @@ def test_the_data_of_a_report():
         100.0,
         3,
     )
-    assert first["ttft_ms_without_sharing"] == 400.0
+    assert (first["repeated_ttft_ms"], first["unshared_ttft_ms"], first["identical"]) == (50.0, 400.0, True)
     assert second["tokens_per_s"] == pytest.approx(10.0)
-    assert "ttft_ms_without_sharing" not in second
-    assert data["ttft_ms"]["compared_without_sharing"] == 400.0
+    assert "unshared_ttft_ms" not in second
+    assert data["ttft_ms"] == {"median": 100.0, "repeated_with_sharing": 50.0, "repeated_without_sharing": 400.0}
     assert data["blocks"]["cached_blocks"] == 7
 
 
@@ -201,6 +204,11 @@ def test_the_data_of_a_report():
 )
 def test_identical_is_said_only_of_what_was_compared(unshared, identical):
     assert report([outcome("a", 1), outcome("a", 2)], unshared).identical is identical
+
+
+def test_the_repetition_with_sharing_has_to_be_identical_too():
+    subject = report([outcome("a", 1)], [outcome("a", 1)], [outcome("a", 1, tokens=(9,))])
+    assert subject.identical is False
 
 
 def test_a_failed_request_counts_for_nothing_and_is_shown():

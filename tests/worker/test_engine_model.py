@@ -12,7 +12,7 @@ from radixpool.radix import Namespace
 from radixpool.rpc.generation import SamplingParams
 from radixpool.rpc.operations import Acquire, Acquired, Release
 from radixpool.rpc.worker.cache_port import CacheLost
-from radixpool.rpc.worker.step import OutOfMemory
+from radixpool.rpc.worker.errors import OutOfMemory
 
 PREFIXES = ([1] * 12, [1] * 6 + [2] * 6, [3, 4] * 10, [])
 prompts = st.tuples(st.sampled_from(PREFIXES), st.lists(st.integers(0, 4), min_size=1, max_size=6)).map(

@@ -16,11 +16,11 @@ from radixpool.rpc.pool.tensors import private_pool
 from radixpool.rpc.pool_types import KvDtype
 from radixpool.rpc.worker.cache_port import LocalPort
 from radixpool.rpc.worker.engine import Engine
+from radixpool.rpc.worker.errors import OutOfMemory
 from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.model import ModelRunner, end_of_sequence_ids, load_model, rows_for_stable_sums
 from radixpool.rpc.worker.model_source import ModelUnavailable, find_model, pool_spec_for
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource
-from radixpool.rpc.worker.step import OutOfMemory
 
 NEW_TOKENS = 12
 

@@ -94,13 +94,11 @@ class Result:
 
 @pytest.fixture(scope="module")
 def system(tiny_model):
-    before = set(Path("/dev/shm").iterdir())
     with Supervisor(parent_dir=Path("/tmp")) as supervisor:
         system = System(supervisor, tiny_model)
         yield system
         assert not system.client.check().violations
         system.client.close()
-    assert set(Path("/dev/shm").iterdir()) <= before
 
 
 def random_tokens(count, seed=None):
@@ -180,6 +178,13 @@ def test_commands_say_what_is_wrong_in_one_line(arguments, code, message):
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_pool_has_no_name_that_could_stay_behind(system, named_memory_of):
+    for process in (system.manager, system.pool, *system.workers):
+        assert named_memory_of(process.popen.pid) == []
+    for process in (system.pool, *system.workers):
+        assert "/memfd:radixpool" in Path(f"/proc/{process.popen.pid}/maps").read_text() or process is system.pool
 
 
 def test_a_worker_killed_under_load_loses_no_cached_block(system):
@@ -262,7 +267,7 @@ def test_a_killed_holder_empties_the_cache_and_workers_move_to_the_new_pool(syst
             assert client.status().pool_id == system.client.get_pool().pool_id
 
 
-def test_nothing_is_left_when_everything_is_killed(tiny_model, tmp_path):
+def test_nothing_is_left_when_everything_is_killed(tiny_model, named_memory_of):
     """A demo that is killed takes its processes along; the next one removes its directory."""
     code = (
         "import sys, time\n"
@@ -275,9 +280,9 @@ def test_nothing_is_left_when_everything_is_killed(tiny_model, tmp_path):
         "print(a.popen.pid, b.popen.pid, supervisor._directory, flush=True)\n"
         "time.sleep(60)\n"
     )
-    before = set(Path("/dev/shm").iterdir())
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as demo:
         manager, pool, directory = demo.stdout.readline().split()
+        assert named_memory_of(int(manager)) == named_memory_of(int(pool)) == []
         demo.kill()
     deadline = time.monotonic() + 10
     while any(
@@ -285,7 +290,6 @@ def test_nothing_is_left_when_everything_is_killed(tiny_model, tmp_path):
     ):
         assert time.monotonic() < deadline, "a child outlived its parent"
         time.sleep(0.05)
-    assert set(Path("/dev/shm").iterdir()) <= before
     assert Path(directory).exists()
     Supervisor(parent_dir=Path("/tmp")).stop()
     assert not Path(directory).exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,8 +136,8 @@ class Answer:
 def named_memory(pid: int) -> list[str]:
     """Shared memory with a name that process `pid` maps or has open: what could stay in /dev/shm once it is killed."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    files = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    return [place for place in maps + files if "/dev/shm" in place]
+    files = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    return [place for place in maps + files if "/dev/shm" in place and not place.endswith("(deleted)")]
 
 
 @pytest.fixture

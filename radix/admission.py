@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NoReturn, overload
 
 import numpy as np
@@ -28,6 +30,21 @@ InFlightMode = Literal["ignore", "report", "wait"]
 PARTIAL_SCAN_LIMIT = 128  # children looked at for a copy-on-write hit; a busy branch can have any number
 
 _NO_MARKS: Marks = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """An acquire with options. `limit` is the most tokens it may hit."""
+
+    key: bytes
+    namespace: Namespace
+    root: Root
+    reserve: int
+    limit: int
+    media: tuple[MediaSpan, ...]
+    marks: Marks
+    partial: bool
+    in_flight: InFlightMode
 
 
 class Admission(InFlight):
@@ -58,9 +75,9 @@ class Admission(InFlight):
         root = self._roots.get(namespace)
         tables: list[bytes] = []
         if root is not None:
-            walk = self._walk_marked(root, key, len(key) // self._stride, marks, tables)
-            if walk.child is not None:
-                tables.append(walk.child.blocks[: walk.head * 4])
+            _, _, child, head = self._walk_marked(root, key, len(key) // self._stride, marks, tables)
+            if child is not None:
+                tables.append(child.blocks[: head * 4])
         blocks = np.frombuffer(b"".join(tables), dtype=np.int32)
         return PrefixMatch(len(blocks) * self.block_size, blocks)
 
@@ -139,12 +156,10 @@ class Admission(InFlight):
         root = self._roots.get(namespace) or self._root(namespace)
         tables: list[bytes] = []
         if media or partial or in_flight != "ignore":
-            media = tuple(media)
-            marks = mark_blocks(media, num_tokens, block_size)
-            walk = self._walk_marked(root, key, limit // block_size, marks, tables)
-            return self._acquire_with(
-                key, namespace, root, walk, tables, reserve, limit, marks, media, partial, in_flight
-            )
+            spans = tuple(media)
+            marks = mark_blocks(spans, num_tokens, block_size)
+            request = _Request(key, namespace, root, reserve, limit, spans, marks, partial, in_flight)
+            return self._acquire_with(request, tables)
         node, pos, child, head = self._walk(root, key, 0, limit // block_size * self._stride, tables)
         hit = pos // self._stride + head
         needed = -(-(num_tokens + reserve) // block_size) - hit
@@ -213,50 +228,34 @@ class Admission(InFlight):
         stride = self._stride
         if not marks:
             return self._walk(root, key, 0, limit * stride, tables)
-        walk = Walk(root, 0, None, 0)
+        node: Node = root
         for first, last, mark in segments(marks, 0, limit):
             if mark:
-                child = (walk.node.children or {}).get(key[first * stride : last * stride] + mark)
-                if child is None:
+                marked = (node.children or {}).get(key[first * stride : last * stride] + mark)
+                if marked is None:
                     break
-                tables.append(child.blocks)
-                walk = Walk(child, last * stride, None, 0)
+                tables.append(marked.blocks)
+                node = marked
             else:
-                walk = self._walk(walk.node, key, first * stride, last * stride, tables)
-                if walk.pos < last * stride:
-                    break
-        return walk
+                node, pos, child, head = self._walk(node, key, first * stride, last * stride, tables)
+                if pos < last * stride:
+                    return node, pos, child, head
+        return node, node.end * stride, None, 0
 
-    def _acquire_with(
-        self,
-        key: bytes,
-        namespace: Namespace,
-        root: Root,
-        walk: Walk,
-        tables: list[bytes],
-        reserve: int,
-        limit: int,
-        marks: Marks,
-        media: tuple[MediaSpan, ...],
-        partial: bool,
-        in_flight: InFlightMode,
-    ) -> Sequence | PendingPrefix:
+    def _acquire_with(self, request: _Request, tables: list[bytes]) -> Sequence | PendingPrefix:
         """Acquire with media, copy-on-write or a look at what is in flight."""
+        if request.in_flight not in ("ignore", "report", "wait"):
+            raise ValueError(f"in_flight must be 'ignore', 'report' or 'wait', not {request.in_flight!r}")
+        key, root = request.key, request.root
+        walk = self._walk_marked(root, key, request.limit // self.block_size, request.marks, tables)
         node, pos, child, head = walk
         hit = pos // self._stride + head
-        producer = None
-        if in_flight != "ignore":
-            if in_flight not in ("report", "wait"):
-                raise ValueError(f"in_flight must be 'ignore', 'report' or 'wait', not {in_flight!r}")
-            if child is None:
-                producer = self._find_producer(node, key, marks, limit // self.block_size)
-            if producer is not None and in_flight == "wait":
-                seq, shared = producer
-                return PendingPrefix(seq.handle, hit * self.block_size, shared * self.block_size)
-        source, common = (None, 0)
-        if partial and hit not in marks:
-            source, common = self._find_partial(walk, key, limit - hit * self.block_size)
-        needed = -(-((len(key) >> 2) + reserve) // self.block_size) - hit
+        producer = self._look_in_flight(request, node) if child is None else None
+        if producer is not None and request.in_flight == "wait":
+            seq, shared = producer
+            return PendingPrefix(seq.handle, hit * self.block_size, shared * self.block_size)
+        source, common = self._find_partial(walk, request, hit)
+        needed = -(-((len(key) >> 2) + request.reserve) // self.block_size) - hit
         if source is None:
             self._admit_or_refuse(needed, root, child or node, head)
         else:
@@ -268,36 +267,46 @@ class Admission(InFlight):
         if child is not None:
             node = self._split(child, head)
             tables.append(node.blocks)
-        seq = self._admit(key, namespace, root, node, tables, needed)
-        seq._media, seq._marks = media, marks
+        seq = self._admit(key, request.namespace, root, node, tables, needed)
+        seq._media, seq._marks = request.media, request.marks
+        seq.in_flight = None if producer is None else producer[0].handle
         if source is not None:
-            seq._source = source
-            src = int.from_bytes(source.blocks[-4:], "little")
-            dst = int.from_bytes(seq._table[hit * 4 : hit * 4 + 4], "little")
-            seq.copies = (CopyOrder(src, dst, common),)
-            seq.cached_tokens += common
-            seq.committed_tokens += common
-            self._hit_tokens += common
-        if producer is not None:
-            seq.in_flight = producer[0].handle
+            self._copy_on_write(seq, source, common)
         if self._producers is not None:
-            self._track(seq)
+            self._track(seq)  # again: now its marks are known
         return seq
 
-    def _find_partial(self, walk: Walk, key: bytes, most: int) -> tuple[Node | None, int]:
-        """Find the run whose next block shares most tokens (at most `most`) with `key`. O(children looked at)."""
-        stride, start = self._stride, walk.pos + walk.head * self._stride
-        wanted = key[start : start + min(most * 4, stride)]
-        if walk.child is not None:
-            candidates: list[Node] = [walk.child]
+    def _look_in_flight(self, request: _Request, node: Node) -> tuple[Sequence, int] | None:
+        if request.in_flight == "ignore":
+            return None
+        return self._find_producer(node, request.key, request.marks, request.limit // self.block_size)
+
+    def _copy_on_write(self, seq: Sequence, source: Node, common: int) -> None:
+        """Let the first private block begin as a copy of `source`'s last one, which is held until the first commit."""
+        hit = seq._node.end
+        src = int.from_bytes(source.blocks[-4:], "little")
+        dst = int.from_bytes(seq._table[hit * 4 : hit * 4 + 4], "little")
+        seq._source = source
+        seq.copies = (CopyOrder(src, dst, common),)
+        seq.cached_tokens += common
+        seq.committed_tokens += common
+        self._hit_tokens += common
+
+    def _find_partial(self, walk: Walk, request: _Request, hit: int) -> tuple[Node | None, int]:
+        """Find the run whose next block shares most tokens with the prompt's. O(children looked at)."""
+        if not request.partial or hit in request.marks:
+            return None, 0
+        above, _, child, head = walk
+        stride, start = self._stride, hit * self._stride
+        wanted = request.key[start : min(start + stride, request.limit * 4)]
+        if child is not None:
+            candidates: list[Node] = [child]
         else:
-            children = (walk.node.children or {}).values()
-            candidates = [
-                child for child, _ in zip(children, range(PARTIAL_SCAN_LIMIT), strict=False) if not child.media
-            ]
+            looked_at = islice((above.children or {}).values(), PARTIAL_SCAN_LIMIT)
+            candidates = [node for node in looked_at if not node.media]
         best: tuple[Node | None, int] = (None, 0)
         for node in candidates:
-            block = node.key[walk.head * stride : (walk.head + 1) * stride]
+            block = node.key[head * stride : (head + 1) * stride]
             common = _common_tokens(block, wanted)
             if common > best[1]:
                 best = (node, common)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from radixpool._version import __version__
 from radixpool.rpc.cli.lazy import LazyCommand, LazyGroup
+
+# gRPC's core writes notes about its peers to stderr by itself, past our log format. It reads this when it is loaded.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 _COMMANDS = {
     "serve": LazyCommand("radixpool.rpc.cli.serve:serve", "Start a manager: the owner of one pool's metadata."),

@@ -97,7 +97,7 @@ class MetricsConfig:
 
     listen: str = option(
         "",
-        "HOST:PORT to serve GET /metrics at; empty serves none. A host other than loopback needs mutual TLS.",
+        "HOST:PORT to serve GET /metrics at, over HTTP on loopback, over mutual TLS elsewhere; empty serves none.",
         flag="--metrics-listen",
         check=check_tcp_address,
     )

@@ -81,7 +81,8 @@ class ManagerService:
     def _start_metrics(self) -> None:
         listen = self._config.metrics.listen
         if listen:
-            context = self._tls.server_context() if self._tls else None
+            exposed = not parse_address(listen).is_local
+            context = self._tls.server_context() if self._tls and exposed else None
             self._metrics_server = MetricsServer(listen, self.registry, tls=context)
 
     def _start_kv_events(self) -> None:

@@ -148,8 +148,14 @@ class BlockDirectory:
             self._files.interned.number_of(media)
 
     def handed_out(self, blocks: BlockIds) -> None:
-        """Note that free `blocks` become private. O(len(blocks)), one vectorised store."""
+        """Note that free `blocks` become private. O(len(blocks)), one vectorised store.
+
+        Writes the key log anew when it has doubled, O(num_blocks): here, because no commit is under way here whose
+        keys were prepared and are not yet named by a record.
+        """
         self._states[_ids(blocks)] = _PRIVATE
+        if self._files.interned.wants_compaction:
+            self._compact()
 
     def removed(self, blocks: BlockIds) -> None:
         """Clear the records of `blocks`, which leave the tree but are held. O(len(blocks)), one vectorised store."""
@@ -185,8 +191,6 @@ class BlockDirectory:
             piece = ids[start : start + _CHUNK_BLOCKS]
             self._store(piece, token_rows[start : start + _CHUNK_BLOCKS], parent=parent, position=position + start)
             parent = int(piece[-1])
-        if self._files.interned.wants_compaction:
-            self._compact()
 
     def _store(self, ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.uint32], *, parent: int, position: int) -> None:
         """Put the rows of one piece together, store them, then their states: a kill between leaves private blocks."""

@@ -68,8 +68,8 @@ def store() -> Callable[..., None]:
         last_use: int = 1,
         media: bytes = b"",
     ) -> None:
-        directory.prepare(namespace, media)
         directory.handed_out(blocks)
+        directory.prepare(namespace, media)
         directory.stored(
             blocks,
             tokens_of(*blocks),

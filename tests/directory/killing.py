@@ -19,15 +19,18 @@ import numpy as np
 
 from radixpool.radix.cache import RadixCache
 from radixpool.radix.errors import RadixPoolError
+from radixpool.radix.events import EventLog
+from radixpool.radix.media import MediaSpan
 from radixpool.radix.namespace import Namespace
 from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
 from radixpool.radix.restore import plan_restore
 from radixpool.radix.results import BlockState
+from radixpool.radix.sequence import Sequence
 from radixpool.rpc.directory import BlockDirectory, layout
 from radixpool.rpc.directory.directory import _ids
 
 BLOCK_SIZE = 2
-Prefix = tuple[Namespace, bytes]
+Prefix = tuple[Namespace, tuple[tuple[bytes, bytes], ...]]
 
 
 class Killed(BaseException):
@@ -115,15 +118,21 @@ class KilledMidway:
 
 def prefixes(cache: RadixCache) -> dict[Prefix, int]:
     """Map every findable prefix of whole blocks to the block at its end."""
-    found: dict[Prefix, int] = {}
-    path: list[bytes] = []
     stride = cache.block_size * 4
-    for node in cache.nodes():
-        path[node.level :] = [node.tokens.tobytes()]
-        above = b"".join(path[: node.level])
-        for i, block in enumerate(node.blocks.tolist(), start=1):
-            found[node.namespace, above + path[-1][: i * stride]] = block
-    return found
+    paths: dict[int, Prefix] = {}
+    for run in cache.snapshot().stored:
+        namespace, path = paths[run.parent] if run.parent >= 0 else (run.namespace, ())
+        for i, block in enumerate(np.frombuffer(run.blocks, dtype="<i4").tolist()):
+            path = (*path, (run.tokens[i * stride : (i + 1) * stride], run.media))
+            paths[block] = (namespace, path)
+    return {prefix: block for block, prefix in paths.items()}
+
+
+def prefix_of(seq: Sequence, num_blocks: int) -> Prefix:
+    """Name the content of the first blocks of a sequence: tokens and media of each."""
+    tokens, stride = seq.packed_tokens, BLOCK_SIZE * 4
+    blocks = ((tokens[i * stride : (i + 1) * stride], seq._marks.get(i, b"")) for i in range(num_blocks))
+    return seq.namespace, tuple(blocks)
 
 
 class Snapshot:
@@ -177,8 +186,10 @@ class KilledManager:
         dropped = np.concatenate((scan.torn, plan.dropped))
         self.directory.removed(dropped)
         quarantined = np.concatenate((scan.private, dropped))
-        self.cache = RadixCache(self.num_blocks, BLOCK_SIZE, policy=self.policy, persistence=self.persistence)
-        self.twin = RadixCache(self.num_blocks, BLOCK_SIZE, policy=self.policy)
+        self.cache = RadixCache(
+            self.num_blocks, BLOCK_SIZE, policy=self.policy, persistence=self.persistence, events=EventLog()
+        )
+        self.twin = RadixCache(self.num_blocks, BLOCK_SIZE, policy=self.policy, events=EventLog())
         for cache in (self.cache, self.twin):
             restore_blocks(cache, plan, namespaces=scan.namespaces(), media=scan.keys, quarantined=quarantined)
         self.fenced = True
@@ -223,9 +234,11 @@ class KilledManager:
 
     # --- operations
 
-    def acquire(self, tokens: Iterable[int], namespace: Namespace, reserve: int) -> None:
+    def acquire(
+        self, tokens: Iterable[int], namespace: Namespace, *, reserve: int, media: tuple[MediaSpan, ...]
+    ) -> None:
         prompt = list(tokens)
-        seq = self._both(lambda cache: cache.acquire(prompt, namespace=namespace, reserve=reserve))
+        seq = self._both(lambda cache: cache.acquire(prompt, namespace=namespace, reserve=reserve, media=media))
         if seq is not None and not isinstance(seq, Exception):
             self.handles.append(seq.handle)
             self._begin_step(seq.handle)
@@ -239,9 +252,9 @@ class KilledManager:
     def commit(self, handle: int, upto: float) -> None:
         seq = self.twin.sequence(handle)
         num_tokens = round(upto * seq.num_tokens)
-        tokens, table = seq.packed_tokens, seq.block_table.tolist()
+        table = seq.block_table.tolist()
         for i in range(seq.committed_tokens // BLOCK_SIZE, num_tokens // BLOCK_SIZE):
-            self.memory[table[i]] = (seq.namespace, tokens[: (i + 1) * BLOCK_SIZE * 4])
+            self.memory[table[i]] = prefix_of(seq, i + 1)
         self._both(lambda cache: cache.commit(cache.sequence(handle), num_tokens))
 
     def release(self, handle: int, *, after_steps: int) -> None:

@@ -22,7 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from radixpool.radix.errors import InvariantViolation
+from radixpool.radix.eviction import available_policies
+from radixpool.radix.media import MediaSpan
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
+from radixpool.rpc.directory import BlockDirectory
 
 STEPS = int(os.environ.get("RADIXPOOL_DIRECTORY_STEPS", "8000"))
 NAMESPACES = (DEFAULT_NAMESPACE, Namespace(tenant="t"), Namespace(cache_salt="long " * 20))
@@ -32,9 +36,9 @@ CALLS = ("handed_out", "prepare", "stored", "touched", "returned", "removed")
 def step(manager: Any, rng: random.Random) -> None:
     """Take one random step, one in six of them (of the rare ones half) with a kill within the next few calls."""
     roll = rng.random()
-    rare = 0.84 <= roll < 0.88 or roll >= 0.96
+    rare = 0.84 <= roll < 0.9 or roll >= 0.96
     if rng.random() < (1 / 2 if rare else 1 / 6):
-        manager.persistence.arm(rng.randrange(4), rng.random())
+        manager.persistence.arm(rng.randrange(2 if rare else 4), rng.random())
 
     def tokens() -> list[int]:
         return [rng.randrange(2) for _ in range(rng.randrange(1, 12))]
@@ -42,7 +46,9 @@ def step(manager: Any, rng: random.Random) -> None:
     if manager.fenced and rng.random() < 0.3:
         manager.end_former_life()
     if roll < 0.3 or not manager.handles:
-        manager.acquire(tokens(), rng.choice(NAMESPACES), rng.randrange(4))
+        prompt = tokens()
+        media = (MediaSpan(rng.randrange(len(prompt)), 1, b"image"),) if rng.random() < 0.2 else ()
+        manager.acquire(prompt, rng.choice(NAMESPACES), reserve=rng.randrange(4), media=media)
     elif roll < 0.4:
         manager.extend(rng.choice(manager.handles), tokens())
     elif roll < 0.62:
@@ -51,9 +57,9 @@ def step(manager: Any, rng: random.Random) -> None:
         manager.release(rng.choice(manager.handles), after_steps=rng.choice((0, 0, 1, 2)))
     elif roll < 0.84:
         manager.rewind(rng.choice(manager.handles), rng.random())
-    elif roll < 0.88:
-        manager.invalidate(rng.choice(manager.handles), rng.random())
-    elif roll < 0.91:
+    elif roll < 0.9:
+        manager.invalidate(rng.choice(manager.handles), rng.random() / 2)
+    elif roll < 0.92:
         manager.evict(rng.randrange(1, 7))
     elif roll < 0.96:
         manager.complete_step()
@@ -78,6 +84,35 @@ def test_a_manager_killed_at_any_store_recovers_what_was_committed(killing: Modu
             seen[key] = seen.get(key, 0) + count
     for call in CALLS:
         assert seen.get((call, True)), f"no kill within {call}: the walk proves nothing about it"
+
+
+@pytest.mark.parametrize("call", ["handed_out", "touched", "removed", "returned"])
+def test_the_walk_notices_a_directory_that_forgets_to_write(
+    killing: ModuleType, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(BlockDirectory, call, lambda *_: None)
+    rng = random.Random(call)
+    with pytest.raises((AssertionError, InvariantViolation)):
+        for _ in range(20):
+            manager = killing.KilledManager(rng.randrange(6, 21))
+            try:
+                for _ in range(200):
+                    step(manager, rng)
+                    manager.check()
+                manager.check_eviction_order()
+            finally:
+                manager.close()
+
+
+@pytest.mark.parametrize("policy", sorted(available_policies()))
+def test_every_policy_goes_on_after_a_recovery(killing: ModuleType, policy: str) -> None:
+    rng = random.Random(policy)
+    manager = killing.KilledManager(rng.randrange(6, 21), policy=policy)
+    for _ in range(150):
+        step(manager, rng)
+        manager.check()
+    assert manager.recoveries
+    manager.close()
 
 
 class KilledManagerMachine(RuleBasedStateMachine):

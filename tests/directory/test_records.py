@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from radixpool.radix.errors import InvariantViolation
-from radixpool.radix.namespace import Namespace
+from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.restore import ORPHAN, ROOT, plan_restore
 from radixpool.rpc.directory import BlockDirectory, layout
 from radixpool.rpc.directory.errors import DirectoryDamaged
+from radixpool.rpc.directory.interned import InternLog
 from radixpool.rpc.directory.scan import ScanResult
 
 Open = Callable[..., BlockDirectory]
@@ -210,3 +211,33 @@ def test_compaction_keeps_what_records_name(
     ]
     assert scan.keys[int(scan.loose.media[0])] == b"kept"
     directory.check()
+
+
+def test_keys_prepared_for_a_commit_survive_a_compaction_until_they_are_named(
+    opened: Open, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit of several media blocks prepares all keys first; nothing after that may need room on the disk."""
+    monkeypatch.setattr("radixpool.rpc.directory.interned.COMPACT_MIN_BYTES", 0)
+    directory = opened()
+    store(directory, 1)
+    directory.handed_out([2, 3])
+    for media in (b"cat", b"dog"):
+        directory.prepare(DEFAULT_NAMESPACE, media)
+
+    def full(*_: object) -> int:
+        raise AssertionError("the disk is full")
+
+    monkeypatch.setattr(InternLog, "_append", full)
+    for block, media in ((2, b"cat"), (3, b"dog")):
+        directory.returned([9])
+        directory.removed([9])
+        directory.stored(
+            [block],
+            bytes(16),
+            parent=block - 1,
+            position=block - 1,
+            namespace=DEFAULT_NAMESPACE,
+            last_use=1,
+            media=media,
+        )
+    directory.check(findable=[1, 2, 3])

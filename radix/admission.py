@@ -163,7 +163,8 @@ class Admission(InFlight):
         node, pos, child, head = self._walk(root, key, 0, limit // block_size * self._stride, tables)
         hit = pos // self._stride + head
         needed = -(-(num_tokens + reserve) // block_size) - hit
-        if needed > len(self._free) or root.account is not None:
+        # a hold on the hit keeps at most `hit` cached blocks: enough beyond those needs no exact count
+        if needed > len(self._free) + self._cached - hit or self._groups.accounts:
             self._admit_or_refuse(needed, root, child or node, head)
         if child is not None:  # nothing fails from here on
             node = self._split(child, head)

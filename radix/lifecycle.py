@@ -85,7 +85,7 @@ class Lifecycle(Retention):
         if needed <= 0:
             return
         node = seq._node
-        if needed > len(self._free) or node.account is not None:
+        if needed > len(self._free) + self._cached or self._groups.accounts:
             self._admit_or_refuse(needed, node, node)
         seq._table += self._claim(needed, node)
 
@@ -143,7 +143,7 @@ class Lifecycle(Retention):
         else:
             key, pos, end = bytes(tokens[first * stride : last * stride]), 0, (last - first) * stride
         remaps: tuple[Remap, ...] = ()
-        if node.children:
+        if node.children and key[pos : pos + stride] + mark in node.children:
             remaps = self._adopt_twins(seq, key, pos, end, steps, mark)
             first += len(remaps)
             pos += len(remaps) * stride
@@ -187,15 +187,13 @@ class Lifecycle(Retention):
         node = seq._node
         tables: list[bytes] = []
         if mark:
-            deepest = node.children.get(key[pos:end] + mark, node)  # type: ignore[union-attr]  # it has some
+            deepest = node.children[key[pos:end] + mark]  # type: ignore[index]  # the caller has seen it
             tables.append(deepest.blocks)
         else:
             deepest, _, child, head = self._walk(node, key, pos, end, tables)
             if child is not None:
                 deepest = self._split(child, head)
                 tables.append(deepest.blocks)
-        if deepest is node:
-            return ()
         theirs = b"".join(tables)
         first = node.end
         own = seq._table[first * 4 : first * 4 + len(theirs)]

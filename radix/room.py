@@ -117,7 +117,8 @@ class Room(Tree):
         assert policy is not None
         gone = run.blocks
         size = len(gone) >> 2
-        limit = min(limit, policy.allowance)
+        if policy.allowance < limit:
+            limit = policy.allowance
         if size > limit:
             policy.evicted(run, limit)
             keep = size - limit

@@ -1,0 +1,171 @@
+"""The manager process and the loads that bench/rpc.py puts on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from radixpool.rpc import operations as ops
+from radixpool.rpc.client import AsyncClient, Client, Session
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 4096
+SHARED_TOKENS = 3584
+NUM_PREFIXES = 64
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Manager:
+    """`radixpool serve` pinned to one core."""
+
+    def __init__(self, listen: str, num_blocks: int, *, directory: Path | None, core: int | None) -> None:
+        command = [sys.executable, "-m", "radixpool.rpc.cli", "serve", "--json", "--listen", listen]
+        command += ["--num-blocks", str(num_blocks), "--block-size", str(BLOCK_SIZE)]
+        if directory is not None:
+            command += ["--directory", str(directory)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        if core is not None:
+            os.sched_setaffinity(self._process.pid, {core})
+        assert self._process.stdout is not None
+        self.address: str = json.loads(self._process.stdout.readline())["address"]
+
+    def cpu_s(self) -> float:
+        """Return the CPU time that the process has used, all threads together."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+    def resident_mib(self) -> float:
+        """Return the resident memory."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.communicate(timeout=60)
+
+
+@contextmanager
+def running(
+    listen: str, num_blocks: int, *, directory: Path | None = None, core: int | None = None
+) -> Iterator[Manager]:
+    """Run a manager for the time of the block."""
+    manager = Manager(listen, num_blocks, directory=directory, core=core)
+    try:
+        yield manager
+    finally:
+        manager.stop()
+
+
+def prompts() -> Iterator[bytes]:
+    """Yield prompts of 4,096 packed token ids, for ever: one of 64 shared beginnings, then 512 of their own."""
+    random = np.random.default_rng(7)
+    prefixes = [random.integers(0, 128_000, SHARED_TOKENS, dtype=np.uint32).tobytes() for _ in range(NUM_PREFIXES)]
+    while True:
+        own = random.integers(0, 128_000, PROMPT_TOKENS - SHARED_TOKENS, dtype=np.uint32)
+        yield prefixes[int(random.integers(NUM_PREFIXES))] + own.tobytes()
+
+
+def fill(client: Client, num_blocks: int, *, progress: object = None) -> None:
+    """Commit so many blocks of content that nothing else shares."""
+    random = np.random.default_rng(11)
+    run_blocks = 2048
+    for _ in range(-(-num_blocks // run_blocks)):
+        tokens = random.integers(128_000, 2**32, run_blocks * BLOCK_SIZE, dtype=np.uint32)
+        with client.acquire(tokens) as seq:
+            seq.commit(len(tokens))
+
+
+def unary_lifecycles(client: Client, source: Iterator[bytes], count: int) -> list[float]:
+    """Run lifecycles of three calls; return the seconds of every call."""
+    took = []
+    for _ in range(count):
+        prompt = next(source)
+        start = time.perf_counter()
+        seq = client.acquire(prompt)
+        acquired = time.perf_counter()
+        seq.commit(PROMPT_TOKENS)
+        committed = time.perf_counter()
+        seq.release()
+        took += [acquired - start, committed - acquired, time.perf_counter() - committed]
+    return took
+
+
+def session_lifecycles(session: Session, source: Iterator[bytes], count: int) -> list[float]:
+    """Run lifecycles of three messages over one stream; return the seconds of every message."""
+    took = []
+    for _ in range(count):
+        prompt = next(source)
+        start = time.perf_counter()
+        (acquired,) = session.batch([ops.Acquire(prompt)])
+        second = time.perf_counter()
+        session.batch([ops.Commit(acquired.handle, PROMPT_TOKENS)])
+        third = time.perf_counter()
+        session.batch([ops.Release(acquired.handle)])
+        took += [second - start, third - second, time.perf_counter() - third]
+    return took
+
+
+def batched_lifecycles(session: Session, source: Iterator[bytes], count: int, *, size: int) -> list[float]:
+    """Run lifecycles `size` at a time in two messages; return the seconds of every pair of messages."""
+    took = []
+    for _ in range(count // size):
+        acquires = [ops.Acquire(next(source)) for _ in range(size)]
+        start = time.perf_counter()
+        acquired = session.batch(acquires)
+        ends: list[ops.Operation] = [ops.Commit(one.handle, PROMPT_TOKENS) for one in acquired]
+        session.batch([*ends, *(ops.Release(one.handle) for one in acquired)])
+        took.append(time.perf_counter() - start)
+    return took
+
+
+def decode_steps(session: Session, source: Iterator[bytes], count: int, *, num_sequences: int) -> list[float]:
+    """Run decode steps of so many sequences: a token each, and a commit for those that fill a block."""
+    handles, lengths = [], []
+    for index in range(num_sequences):
+        (acquired,) = session.batch([ops.Acquire(next(source)[: 4 * (1024 + index % BLOCK_SIZE)])])
+        session.batch([ops.Commit(acquired.handle, 1024)])
+        handles.append(acquired.handle)
+        lengths.append(1024 + index % BLOCK_SIZE)
+    token, took = (5).to_bytes(4, "little"), []
+    for step in range(1, count + 1):
+        operations: list[ops.Operation] = [ops.Extend(handle, token) for handle in handles]
+        full = [i for i, length in enumerate(lengths) if (length + step) % BLOCK_SIZE == 0]
+        operations += [ops.Commit(handles[i], lengths[i] + step) for i in full]
+        start = time.perf_counter()
+        session.batch(operations, steps=ops.StepReport(step - 1, step))
+        took.append(time.perf_counter() - start)
+    session.batch([ops.Release(handle) for handle in handles], steps=ops.StepReport(count, count))
+    return took
+
+
+async def outstanding_calls(address: str, source: Iterator[bytes], count: int, *, outstanding: int) -> list[float]:
+    """Run `count` lifecycles of unary calls, so many at a time; return the seconds of every call."""
+    took: list[float] = []
+    wanted = iter([next(source) for _ in range(count)])
+
+    async def timed(call: object) -> object:
+        start = time.perf_counter()
+        result = await call  # type: ignore[misc]
+        took.append(time.perf_counter() - start)
+        return result
+
+    async with AsyncClient(address) as client:
+
+        async def one_after_the_other() -> None:
+            for prompt in wanted:
+                seq = await timed(client.acquire(prompt))
+                await timed(seq.commit(PROMPT_TOKENS))  # type: ignore[attr-defined]
+                await timed(seq.release())  # type: ignore[attr-defined]
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(outstanding)))
+    return took

@@ -106,6 +106,7 @@ class _Checker:
         self.need(node.end == node.parent.end + num_blocks, f"{node} does not begin where its parent ends")
         self.need(node.children is None or len(node.children) > 0, f"{node} has an empty dictionary of children")
         self.need(not node.media or num_blocks == 1, f"{node} has media and more than one block")
+        self.need(node.root is node.parent.root, f"{node} is of another tree than its parent")
         dead = node.policy is None
         listed = (node.parent.children or {}).get(node.key[: node.stride] + node.media) is node
         if dead:

@@ -31,6 +31,7 @@ def shadow(cache: Room) -> Room:
     for node in originals:
         twin: Node = memo[id(node)]
         twin.parent = memo[id(node.parent)]
+        twin.root = memo[id(node.root)]
         twin.children = node.children and {first: memo[id(child)] for first, child in node.children.items()}
         twin.policy = memo.get(id(node.policy))
         twin.account = memo.get(id(node.account))

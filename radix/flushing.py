@@ -82,7 +82,7 @@ class Flushing(Tenants):
         """Return how many blocks of dead paths wait for their holders."""
         dead = {}
         for end in [seq._node for seq in self._sequences.values()] + list(self._quarantine.fenced_nodes()):
-            if namespace is None or self._namespace_of(end) == namespace:
+            if namespace is None or end.root.namespace == namespace:
                 node = end
                 while node.policy is None and node.parent is not node:
                     dead[id(node)] = node.num_blocks

@@ -31,10 +31,11 @@ class Node(Run):
 
     """
 
-    __slots__ = ("account", "children", "fence", "media", "parent", "pins", "policy", "ref")
+    __slots__ = ("account", "children", "fence", "media", "parent", "pins", "policy", "ref", "root")
 
     children: dict[bytes, Node] | None
     parent: Node
+    root: Root
     ref: int
     fence: int
     pins: int
@@ -46,6 +47,7 @@ class Node(Run):
         self.key = key
         self.blocks = blocks
         self.parent = parent
+        self.root = parent.root
         self.end = end
         self.stride = parent.stride
         self.policy = parent.policy
@@ -95,6 +97,7 @@ class Root(Node):
         self.stride = stride
         self.policy = policy
         self.account = account
+        self.root = self
         super().__init__(b"", b"", self, 0)
         self.ref = 1
         self.origin = blake2b(namespace.encode(), digest_size=8).digest()

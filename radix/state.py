@@ -67,16 +67,9 @@ class CacheState:
 
     # -- telling
 
-    def _namespace_of(self, node: Node) -> Namespace:
-        """Return the namespace of the tree `node` is in. O(depth)."""
-        while node.parent is not node:
-            node = node.parent
-        assert isinstance(node, Root)
-        return node.namespace
-
     def _tell_stored(self, parent: Node, key: bytes, blocks: bytes, media: bytes) -> None:
         """Announce a run that is about to become findable below the end of `parent`."""
-        namespace = self._namespace_of(parent)
+        namespace = parent.root.namespace
         before = _last_block(parent)
         if self._persistence is not None:
             self._persistence.stored(
@@ -94,7 +87,7 @@ class CacheState:
     def _tell_removed(self, node: Node, blocks: bytes) -> None:
         """Announce that `blocks`, the tail of `node`, are about to leave the tree."""
         if self._events is not None:
-            self._events.removed(self._namespace_of(node), blocks)
+            self._events.removed(node.root.namespace, blocks)
 
     def _tell_touched(self, node: Node) -> None:
         """Announce the last use of a path that ends at `node`."""

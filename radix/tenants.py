@@ -91,8 +91,8 @@ class Tenants(Variants):
         nodes = {id(root) for root in order}
         for ends in (
             (seq._node for seq in own),
-            (node for node in self._pin_nodes() if self._namespace_of(node).tenant == tenant),
-            (node for node in self._quarantine.fenced_nodes() if self._namespace_of(node).tenant == tenant),
+            (node for node in self._pin_nodes() if node.root.namespace.tenant == tenant),
+            (node for node in self._quarantine.fenced_nodes() if node.root.namespace.tenant == tenant),
         ):
             for end in ends:  # paths that are not findable any more
                 node = end

@@ -7,7 +7,7 @@ stream ends when its credential expires.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any, Final, NoReturn, Protocol, cast
 
@@ -74,9 +74,8 @@ class AuthInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
         self._anonymous = LOCAL_IDENTITY if authenticator is None else None
         self._table = table
         self._allowed = lru_cache(maxsize=MAX_CACHED_HANDLERS)(self._allow)
-        self._denied = cast(
-            "Callable[[Handler, type[Exception], str], Handler]", lru_cache(maxsize=MAX_CACHED_HANDLERS)(_deny)
-        )
+        # The cast: mypy takes a class for unhashable.
+        self._denied = cast("Callable[[type[Exception], str], Handler]", lru_cache(maxsize=MAX_CACHED_HANDLERS)(_deny))
 
     def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -88,7 +87,7 @@ class AuthInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             return None
         roles = self._table.get(method)
         if roles is None:
-            return self._denied(handler, PermissionDenied, f"{method} may be called by nobody")
+            return self._denied(PermissionDenied, f"{method} may be called by nobody")
         if roles == ANYONE:
             return handler
         try:
@@ -96,7 +95,7 @@ class AuthInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             if identity is not None:
                 _check_role(identity, roles, method)
         except (Unauthenticated, PermissionDenied) as error:
-            return self._denied(handler, type(error), str(error))
+            return self._denied(type(error), str(error))
         current_identity.set(identity)
         return self._allowed(method, handler)
 
@@ -195,14 +194,17 @@ def _ending_streams(behavior: Behavior) -> Behavior:
     return call
 
 
-def _deny(handler: Handler, kind: type[Exception], message: str) -> Handler:
-    """Return a handler of the same kind that ends every call, without parsing its request."""
+def _deny(kind: type[Exception], message: str) -> Handler:
+    """Return a handler that ends every call at once.
 
-    def refuse(_request: Any, _context: grpc.ServicerContext) -> Any:
+    It is declared to take a stream whatever the method takes: gRPC gives a thread to a call of any other kind until its
+    request has come, so that callers who send none could hold all threads.
+    """
+
+    def refuse(_requests: Any, _context: grpc.ServicerContext) -> Any:
         raise kind(message)
 
-    denied = with_behavior(handler, _ending_streams(refuse) if handler.response_streaming else _ending(refuse))
-    return cast("Handler", denied._replace(request_deserializer=None))  # type: ignore[attr-defined]
+    return grpc.stream_unary_rpc_method_handler(_ending(refuse))
 
 
 def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:

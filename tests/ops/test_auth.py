@@ -122,6 +122,25 @@ def test_a_refused_stream_ends_at_once_although_its_client_sends_nothing(channel
     silence.set()
 
 
+def test_refused_calls_hold_no_thread_although_their_request_never_comes(
+    channel: grpc.Channel, seen: list[Any]
+) -> None:
+    silence = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        silence.wait(30)
+        yield from ()
+
+    acquire = channel.stream_unary("/radixpool.v1.CacheService/Acquire")
+    calls = [acquire.future(nothing(), metadata=bearer("stolen")) for _ in range(20)]
+    for call in calls:
+        assert isinstance(call.exception(timeout=10), grpc.RpcError)
+        assert call.code() is grpc.StatusCode.UNAUTHENTICATED
+    cache_pb2_grpc.CacheServiceStub(channel).Acquire(cache_pb2.AcquireRequest(), metadata=bearer("worker"), timeout=10)
+    assert len(seen) == 1
+    silence.set()
+
+
 def test_a_refused_request_is_not_parsed(channel: grpc.Channel) -> None:
     acquire = channel.unary_unary("/radixpool.v1.CacheService/Acquire")
     assert isinstance(failure(lambda: acquire(b"\xff not a message", metadata=bearer("stolen"))), Unauthenticated)

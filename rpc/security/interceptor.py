@@ -7,7 +7,7 @@ stream ends when its credential expires.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any, Final, NoReturn, Protocol, cast
 

@@ -33,19 +33,20 @@ class Tree(CacheState):
         add = tables.append
         children = node.children
         while children and pos < end:
-            child = children.get(key[pos : pos + stride])
+            after = pos + stride
+            child = children.get(key[pos:after])
             if child is None:
                 break
             edge = child.key
             size = len(edge)
-            # the dictionary has compared the first block
-            if size == stride or (pos + size <= end and key.startswith(edge, pos)):
-                add(child.blocks)
-                pos += size
-                node = child
-                children = node.children
-                continue
-            return node, pos, child, self._common(edge, key, pos, min(size, end - pos) // stride)
+            if size != stride:  # of one block the dictionary has compared all
+                after = pos + size
+                if after > end or not key.startswith(edge, pos):
+                    return node, pos, child, self._common(edge, key, pos, min(size, end - pos) // stride)
+            add(child.blocks)
+            pos = after
+            node = child
+            children = node.children
         return node, pos, None, 0
 
     def _common(self, edge: bytes, key: bytes, pos: int, limit: int) -> int:

@@ -1,8 +1,8 @@
 """Priority with a time to live: the first blocks of every prompt outrank the rest until they lie idle too long.
 
 Operators give system prompts and tool definitions a retention priority with a duration, as TensorRT-LLM's
-`KvCacheRetentionConfig` lets them; this policy does it by position, with no call per request: the first `protect` blocks
-of a path go only when nothing else is left, or after `ttl` ticks (releases) without use.
+`KvCacheRetentionConfig` lets them; this policy does it by position, with no call per request: the first `protect`
+blocks of a path go only when nothing else is left, or after `ttl` ticks (releases) without use.
 Priorities set by `set_retention` come on top: the cache orders by them before it asks any policy.
 Cost: O(log n) a candidate. When not to use it: when prompts share no fixed head, it then keeps useless heads.
 """
@@ -27,6 +27,7 @@ class Priority(EvictionPolicy):
     Args:
         protect: depth in blocks that is protected; 0 protects nothing, which is LRU.
         ttl: ticks of the logical clock after which an idle run's protection lapses; 0 never.
+
     """
 
     name: ClassVar[str] = "priority"

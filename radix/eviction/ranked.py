@@ -1,8 +1,8 @@
 """What policies with a score share: candidates in a sorted list, lowest score first.
 
 A subclass says what a run's score is; ties go to the older last use. The score is taken when the run becomes a
-candidate and stays until it stops being one, so `_rescore` when something else changes it. `run.prev` holds the run's
-entry in the list, `run.data` is the subclass's history of it.
+candidate and stays until it stops being one. `run.prev` holds the run's entry in the list, `run.data` is the subclass's
+history of it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,3 @@ class RankedPolicy(EvictionPolicy):
     def dropped(self, run: Run) -> None:
         """Forget the run's history. O(1)."""
         run.data = None
-
-    def _rescore(self, run: Run) -> None:
-        self.remove(run)
-        self.add(run)

@@ -91,6 +91,14 @@ class SegmentedPolicy(EvictionPolicy):
         if place.candidate:
             self._candidates[segment].add((place.arrival, run))
 
+    def _overflow(self, segment: int, limit: int, into: int) -> None:
+        """Move the oldest candidates of `segment` on until it holds at most `limit` blocks. O(log n) each."""
+        while self._blocks[segment] > limit:
+            oldest = self._oldest(segment)
+            if oldest is None:
+                return  # the rest is held, or inner
+            self._move(oldest, into)
+
     def _oldest(self, segment: int) -> Run | None:
         """Return the candidate that is in `segment` longest. O(1)."""
         ranked = self._candidates[segment]

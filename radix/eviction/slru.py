@@ -42,11 +42,7 @@ class SLRU(SegmentedPolicy):
     def touched(self, run: Run) -> None:
         """Protect the run, and let the oldest protected candidates fall back. O(log n) a candidate that falls."""
         self._move(run, _PROTECTED)
-        while self._blocks[_PROTECTED] > self._limit:
-            oldest = self._oldest(_PROTECTED)
-            if oldest is None:
-                return
-            self._move(oldest, _PROBATION)
+        self._overflow(_PROTECTED, self._limit, _PROBATION)
 
     def victim(self) -> Run | None:
         """Return the oldest candidate on probation, else the oldest protected one. O(1)."""

@@ -84,17 +84,13 @@ class WTinyLFU(SegmentedPolicy):
 
     def inserted(self, run: Run, num_new: int) -> None:
         """Put the run into the window, with the count it had when it was last evicted. O(log n) and one identity."""
-        known = 0 if run.data is not None or not self._pressed else self._sketch.estimate(run.identity(0))
-        first = run.data is None
+        is_new = run.data is None
         self._enter(run, num_new, _WINDOW)
-        if first:
-            self._set_count(run.data, known + 1)
+        if is_new:
+            self._set_count(run.data, self._sketch.estimate(run.identity(0)) + 1)
         self._count(num_new)
-        while not self._pressed and self._blocks[_WINDOW] > self._window:
-            oldest = self._oldest(_WINDOW)
-            if oldest is None:
-                return
-            self._move(oldest, _PROBATION)
+        if not self._pressed:
+            self._overflow(_WINDOW, self._window, _PROBATION)
 
     def touched(self, run: Run) -> None:
         """Count the use; a hit in the main segment protects the run. O(log n)."""
@@ -105,11 +101,7 @@ class WTinyLFU(SegmentedPolicy):
             self._move(run, _WINDOW)
             return
         self._move(run, _PROTECTED)
-        while self._blocks[_PROTECTED] > self._limit:
-            oldest = self._oldest(_PROTECTED)
-            if oldest is None:
-                return
-            self._move(oldest, _PROBATION)
+        self._overflow(_PROTECTED, self._limit, _PROBATION)
 
     def victim(self) -> Run | None:
         """Return the next run to go; window runs that win move to the main segment. O(log n) a winner."""

@@ -259,3 +259,13 @@ def test_the_counts_of_groups_are_bounded():
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         advisor(100, **options)
+
+
+def test_a_request_too_long_for_a_miniature_misses_and_disturbs_nothing():
+    shadow = advisor(100, sample_blocks=100, multiples=(0.25, 4.0), policies=())
+    tokens = np.arange(60, dtype="<u4").tobytes()
+    for _ in range(20):
+        shadow.observe(tokens)
+    small, large = shadow.advice()
+    assert small.hit_ratio == 0.0
+    assert large.hit_ratio == pytest.approx(0.95)

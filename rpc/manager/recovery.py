@@ -235,6 +235,7 @@ class RecordedLife(FormerLife):
 
     def pool_replaced(self, generation: int) -> None:
         """Forget every block and every former client: none of them can touch the new bytes."""
+        _log.warning("another pool has registered: the cache starts empty, in generation %d", generation)
         self._directory.clear()
         self._directory.set_generation(generation)
         self._fenced = None

@@ -323,10 +323,13 @@ def test_a_client_is_remembered_until_its_last_sequence_is_swept(start: Callable
     assert start().engine.former_life.report.former_clients == 1, "killed before the sweep"
 
 
-def test_another_pool_starts_a_new_generation_with_nothing_in_it(loaded: Life, start: Callable[..., Life]) -> None:
+def test_another_pool_starts_a_new_generation_with_nothing_in_it(
+    loaded: Life, start: Callable[..., Life], caplog: pytest.LogCaptureFixture
+) -> None:
     generation = loaded.engine.generation
     life = start()
     life.register_pool(OTHER_POOL)
+    assert "another pool has registered: the cache starts empty" in caplog.text
     assert life.engine.generation == generation + 1
     assert life.match(1, 2, 3) == 0
     assert life.free == NUM_BLOCKS, "old steps write to the old pool"

@@ -95,7 +95,8 @@ def flash_attention_3(folder: Path) -> dict[str, Binder]:
     return {"fa3": bind}
 
 
-def vllm_triton(folder: Path) -> dict[str, Binder]:
+def vllm_module(folder: Path) -> tuple[types.ModuleType, type[IntEnum]]:
+    """Load vLLM's Triton kernel; return its module and the names of its quantisation modes."""
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):
         stub(name)
     sys.modules["vllm"].envs = stub("vllm.envs", VLLM_BATCH_INVARIANT=False)  # type: ignore[attr-defined]
@@ -111,7 +112,11 @@ def vllm_triton(folder: Path) -> dict[str, Binder]:
     stub("vllm.v1.kv_cache_interface", KVQuantMode=quant)
     prefix = "vllm.v1.attention.ops.triton_"
     load(prefix + "attention_helpers", folder / "peers" / "triton_attention_helpers.py")
-    module = load(prefix + "unified_attention", folder / "peers" / "triton_unified_attention.py")
+    return load(prefix + "unified_attention", folder / "peers" / "triton_unified_attention.py"), quant
+
+
+def vllm_triton(folder: Path) -> dict[str, Binder]:
+    module, quant = vllm_module(folder)
 
     def bind(w: Workload) -> Call:
         quantised, (heads, kv_heads), segments = w.case.dtype == FP8, w.case.heads, 16

@@ -20,7 +20,8 @@ from radixpool.kernels.spec import AttentionSpec
 
 BOX_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 ALIGN = 4  # int32: every view starts on 16 bytes, so that Triton compiles one kernel, not one for each alignment
-REGISTERS_PER_THREAD = 168  # 65,536 registers over 3 warpgroups: two consumers take 240 a thread, the producer 24
+# 65,536 registers over 3 warpgroups: the two consumers then take 240 a thread, the producers 24.
+LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": 4, "maxnreg": 168}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,12 @@ def extend_constants(
     sinks: bool = False, lse: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the compile-time arguments of `extend_tiles`: the kernel's identity."""
-    return dict(
-        HQ=spec.num_q_heads, G=spec.group_size, D=spec.head_dim, DV=spec.v_head_dim, BD=config.block_d,
-        BDV=config.block_dv, BLOCK_SIZE=spec.block_size, PAGE=config.page, BN=config.block_n, STAGES=config.num_stages,
-        HEAD_SCALES=head_scales, CAP=cap, WINDOW=window, HAS_SINKS=sinks, HAS_LSE=lse, PINGPONG=config.pingpong,
-    )  # fmt: skip
+    return {
+        "HQ": spec.num_q_heads, "G": spec.group_size, "D": spec.head_dim, "DV": spec.v_head_dim, "BD": config.block_d,
+        "BDV": config.block_dv, "BLOCK_SIZE": spec.block_size, "PAGE": config.page, "BN": config.block_n,
+        "STAGES": config.num_stages, "HEAD_SCALES": head_scales, "CAP": cap, "WINDOW": window, "HAS_SINKS": sinks,
+        "HAS_LSE": lse,
+    }  # fmt: skip
 
 
 def launch_extend(
@@ -76,10 +78,10 @@ def launch_extend(
     )  # fmt: skip
     extend_tiles[(schedule.programs,)](
         describe(k_pool, config), describe(v_pool, config), q, out, dummy if lse is None else lse, part, part_lse,
-        tables, schedule.entries, schedule.starts, schedule.rows, schedule.limits, dummy if k_scale is None else k_scale,
-        dummy if v_scale is None else v_scale, dummy if sinks is None else sinks, scale, v_factor, float(soft_cap),
-        window, q.stride(0), q.stride(1), tables.stride(0), head_stride(k_scale), head_stride(v_scale), **constants,
-        num_warps=4, maxnreg=REGISTERS_PER_THREAD,
+        tables, schedule.entries, schedule.starts, schedule.rows, schedule.limits,
+        dummy if k_scale is None else k_scale, dummy if v_scale is None else v_scale,
+        dummy if sinks is None else sinks, scale, v_factor, float(soft_cap), window, q.stride(0), q.stride(1),
+        tables.stride(0), head_stride(k_scale), head_stride(v_scale), **constants, **LAUNCH_OPTIONS,
     )  # fmt: skip
 
 

@@ -20,25 +20,30 @@ from radixpool.kernels.spec import AttentionSpec
 Array = NDArray[np.int32]
 Long = NDArray[np.int64]
 
-TALL_ROWS = 128  # two consumers of 64 rows
+FAST_ROWS = 128  # two consumers of 64 rows
 ENTRY = 8  # int32 fields: row start, rows, table, begin, end, first part (-1: writes the output), KV head, shortest row
 MIN_PAGE, MAX_PAGE = 8, 64  # tokens of one bulk copy: at least one swizzle atom; 64 divides where items may begin
 BOX_COLUMNS = 64
 L2_BYTES = 20 * 1024 * 1024  # KV that tiles in flight should share: less than half of Hopper's L2
 TILE_OVERHEAD_TOKENS = 160  # prologue and epilogue of one tile, in tokens
 EPILOGUE_BYTES = 20 * 1024
+MIN_TILES_PER_WIDE_BLOCK = 3  # a widened block must be read by so many tiles: two pay for the copy
+MAX_WIDE_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendConfig:
-    """How the fast kernel runs: `page` tokens a copy, `block_n` tokens a step, `num_stages` steps in shared memory."""
+    """How the fast kernel runs: `page` tokens a copy, `block_n` tokens a step, `num_stages` steps in shared memory.
+
+    `widen`: the pool is fp8 and its blocks are first copied to the dtype of Q.
+    """
 
     page: int
     block_d: int
     block_dv: int
     block_n: int
     num_stages: int
-    pingpong: bool = False
+    widen: bool = False
 
 
 def padded_columns(head_dim: int) -> int:
@@ -63,14 +68,15 @@ def extend_config(spec: AttentionSpec, arch: int) -> ExtendConfig | None:
     """Return how the fast kernel runs `spec` on `arch`, or None where only the plain one can."""
     page = page_tokens(spec.block_size)
     dims = (spec.head_dim, spec.v_head_dim)
-    same_dtype = spec.kv_dtype == spec.q_dtype and spec.q_dtype in (torch.bfloat16, torch.float16)
-    if arch != 90 or not same_dtype or page < MIN_PAGE or min(dims) < BOX_COLUMNS or any(d % 8 for d in dims):
+    widen = spec.kv_dtype == torch.float8_e4m3fn
+    known = spec.q_dtype in (torch.bfloat16, torch.float16) and (widen or spec.kv_dtype == spec.q_dtype)
+    if arch != 90 or not known or page < MIN_PAGE or min(dims) < BOX_COLUMNS or any(d % 8 for d in dims):
         return None
     block_d, block_dv = (padded_columns(d) for d in dims)
     block_n = 128 if max(block_d, block_dv) <= 128 else 64
     step = block_n * (block_d + block_dv) * 2
-    room = SHARED_MEMORY_BYTES[90] - TALL_ROWS * block_d * 2 - EPILOGUE_BYTES
-    return ExtendConfig(page, block_d, block_dv, block_n, min(4, room // step))
+    room = SHARED_MEMORY_BYTES[90] - FAST_ROWS * block_d * 2 - EPILOGUE_BYTES
+    return ExtendConfig(page, block_d, block_dv, block_n, min(4, room // step), widen)
 
 
 def copies_in_bulk(pool: Tensor) -> bool:
@@ -93,7 +99,7 @@ class ExtendSchedule:
 
 def tall_items(forest: Forest) -> Array:
     """Return the item records of the tallest tiles that hold work."""
-    items = forest.items.get(TALL_ROWS, np.zeros((0, RECORD), np.int32))
+    items = forest.items.get(FAST_ROWS, np.zeros((0, RECORD), np.int32))
     return items[items[:, 1] > 0]
 
 
@@ -107,8 +113,8 @@ def span_extremes(values: Long, first: Long, count: Long) -> tuple[Long, Long]:
 def schedule_extend(forest: Forest, seq_lens: Array, spec: AttentionSpec, num_sms: int) -> ExtendSchedule | None:
     """Schedule the tall items of a cut batch over `num_sms` persistent programs; None if there are none.
 
-    Tiles of neighbouring (table, head) pairs whose KV fits the L2 cache run at the same time, longest first; each round gives
-    the longest tile to the program with the least work. O(n log n), vectorised but for one loop over rounds.
+    Tiles of (table, head) pairs whose KV fits the L2 cache together run at the same time, longest first; each round
+    gives the longest tile to the program with the least work. O(n log n), vectorised but for one loop over rounds.
     """
     items = tall_items(forest).astype(np.int64)
     if not len(items):
@@ -137,7 +143,7 @@ def schedule_extend(forest: Forest, seq_lens: Array, spec: AttentionSpec, num_sm
 
 
 def cache_order(entries: Long, cost: Long, spec: AttentionSpec) -> Long:
-    """Return the order of entries: groups of (table, head) pairs that fit the L2 together, longest tiles first in each."""
+    """Return the order of entries: groups of (table, head) pairs that fit the L2 together, longest tiles first."""
     pair = entries[:, 2] * spec.num_kv_heads + entries[:, 6]
     pairs, of_entry = np.unique(pair, return_inverse=True)
     tokens = np.zeros(len(pairs), np.int64)
@@ -164,3 +170,32 @@ def deal(cost: Long, programs: int) -> tuple[Long, Long]:
         program[first + dearest] = free
         load[free] += here[dearest]
     return program, np.arange(len(cost)) // programs
+
+
+@dataclass(frozen=True, slots=True)
+class WideBlocks:
+    """The blocks that the tall tiles of an fp8 batch read, each once, and the tables in terms of their copies."""
+
+    blocks: Array
+    tables: Array
+
+
+def wide_blocks(schedule: ExtendSchedule, tables: Array, spec: AttentionSpec) -> WideBlocks | None:
+    """Return what to widen, or None where a copy in the dtype of Q does not pay or takes too much memory.
+
+    Widening moves each byte once; each tile that reads it gains the fast kernel's lead over the plain one. O(tables).
+    """
+    entries = schedule.entries[schedule.entries[:, 6] == 0].astype(np.int64)
+    used = np.zeros((tables.shape[0], tables.shape[1] + 1), np.int64)
+    np.add.at(used, (entries[:, 2], entries[:, 3] // spec.block_size), 1)
+    np.add.at(used, (entries[:, 2], -(-entries[:, 4] // spec.block_size)), -1)
+    mask = np.cumsum(used, 1)[:, :-1] > 0
+    blocks, copy = np.unique(tables[mask], return_inverse=True)
+    tokens = len(blocks) * spec.block_size
+    wide_bytes = tokens * spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * spec.q_dtype.itemsize
+    read_tokens = int((entries[:, 4] - entries[:, 3]).sum())
+    if read_tokens < MIN_TILES_PER_WIDE_BLOCK * tokens or wide_bytes > MAX_WIDE_BYTES:
+        return None
+    local = np.zeros_like(tables)
+    local[mask] = copy
+    return WideBlocks(blocks.astype(np.int32), local)

@@ -44,6 +44,7 @@ class ForestPlan:
     forest: Forest | None = None
     device_plan: DevicePlan | None = None
     checked: set[Any] = field(default_factory=set)
+    fast: Any = None  # the fast extend path of this cut (see extend_path.py); None: not yet asked for
     planned_lens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
@@ -120,11 +121,13 @@ class ForestPlan:
         if self.device_plan is None:
             self.device_plan = DevicePlan(self.spec, self.device, self.config_for, self.capacity)
         self.device_plan.upload(forest, self.block_tables, self.seq_lens)
+        self.fast = None
 
     def refresh(self) -> None:
         """Upload tables and lengths only."""
         assert self.device_plan is not None
         self.device_plan.upload_batch(self.block_tables, self.seq_lens)
+        self.fast = None
 
 
 def device_info(device: torch.device) -> DeviceInfo:

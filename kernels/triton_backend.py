@@ -16,6 +16,8 @@ from torch import Tensor
 
 from radixpool.kernels.device_attend import attend_items, merge_partials
 from radixpool.kernels.device_copy import merge_finished, move_blocks, rotate_rows, write_slots
+from radixpool.kernels.extend_path import fast_extend
+from radixpool.kernels.extend_plan import FAST_ROWS
 from radixpool.kernels.launch import TileConfig, next_power_of_two, uses_pairs
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
@@ -115,12 +117,17 @@ class BoundCall:
 
     __slots__ = ("items", "merge", "merge_grid")
 
-    def __init__(self, plan: ForestPlan, features: Features, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+    def __init__(
+        self, plan: ForestPlan, features: Features, q: Tensor, k_pool: Tensor, v_pool: Tensor, *, fast_rows: int = 0
+    ) -> None:  # fmt: skip
         spec, on_device = plan.spec, plan.device_plan
         assert on_device is not None
         chained = False
         self.items: list[tuple[KernelVariant, tuple[int, int, int], Tensor, bool, tuple[int, ...]]] = []
         for height in reversed(on_device.heights):
+            if height == fast_rows:  # the fast extend kernel runs these; the next one may start in its tail
+                chained = features.pdl
+                continue
             pairs = uses_pairs(spec, height, on_device.device.arch, interpreted=INTERPRETED)
             variant = attend_variant(
                 spec, plan.config_for(height, on_device.tall), height, features, pairs=pairs, chained=chained
@@ -143,16 +150,24 @@ def attention(
     assert on_device is not None
     k_number, v_number, k_tensor, v_tensor = split_scales(k_scale, v_scale)
     aligned = (q.data_ptr() | k_pool.data_ptr() | v_pool.data_ptr() | out.data_ptr()) % 16 == 0
-    key = (kind, window > 0, soft_cap > 0, aligned)
+    token_scales = k_tensor is not None and k_tensor.ndim == 3
+    fast = None if token_scales else fast_extend(plan, k_pool, v_pool)
+    key = (kind, window > 0, soft_cap > 0, aligned, fast is not None)
     bound = on_device.bound.get(key)
     if bound is None:
-        token_scales = k_tensor is not None and k_tensor.ndim == 3
         features = Features(
             head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
             window=window > 0, sinks=sinks is not None, lse=lse is not None,
             same_strides=k_pool.stride() == v_pool.stride(), pdl=on_device.device.pdl,
         )  # fmt: skip
-        bound = on_device.bound[key] = BoundCall(plan, features, q, k_pool, v_pool)
+        bound = on_device.bound[key] = BoundCall(
+            plan, features, q, k_pool, v_pool, fast_rows=FAST_ROWS if fast else 0
+        )  # fmt: skip
+    if fast is not None:
+        fast.launch(
+            q, k_pool, v_pool, out=out, lse=lse, scale=scale * k_number, v_factor=v_number, soft_cap=soft_cap,
+            window=window, sinks=sinks, k_scale=k_tensor, v_scale=v_tensor,
+        )  # fmt: skip
     sections, part, dummy = on_device.sections, on_device.part, on_device.part_lse
     lse_out, sinks_in = (dummy if lse is None else lse), (dummy if sinks is None else sinks)
     numbers = (scale * k_number, v_number, float(soft_cap), window)

@@ -1,0 +1,97 @@
+"""Whether a planned batch takes the fast extend path, and its schedule, made once per plan and used by every layer.
+
+Imports Gluon only where the answer can be yes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radixpool.kernels.extend_plan import (
+    FAST_ROWS,
+    ExtendConfig,
+    ExtendSchedule,
+    copies_in_bulk,
+    extend_config,
+    schedule_extend,
+    wide_blocks,
+)
+from radixpool.kernels.plan import ForestPlan
+
+
+class FastExtend:
+    """The fast path of one plan: configuration, schedule on the device, launch. Valid until the plan is updated."""
+
+    def __init__(self, plan: ForestPlan, config: ExtendConfig, schedule: ExtendSchedule, launcher: Any) -> None:
+        self.plan, self.config, self.launcher = plan, config, launcher
+        self.schedule = launcher.upload(schedule, torch.device(plan.spec.device))
+        self.widening: Any = None
+
+    def can_read(self, k_pool: Tensor, v_pool: Tensor) -> bool:
+        """Return whether the bulk copy engine can read these pools, or copies of their blocks."""
+        return self.widening is not None or (copies_in_bulk(k_pool) and copies_in_bulk(v_pool))
+
+    def launch(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, **arguments: Any) -> None:
+        """Launch the tall tiles; `arguments` as in `launch_extend`."""
+        on_device = self.plan.device_plan
+        assert on_device is not None
+        tables = on_device.tables
+        if self.widening is not None:
+            k_pool, v_pool = self.widening.copy(k_pool, v_pool)
+            tables = self.widening.tables
+        self.launcher.launch_extend(
+            q, k_pool, v_pool, self.schedule, spec=self.plan.spec, config=self.config, tables=tables,
+            part=on_device.part, part_lse=on_device.part_lse, **arguments,
+        )  # fmt: skip
+
+
+def gluon_launcher() -> Any | None:
+    """Return the module that launches the fast kernel, or None where Triton has no Gluon for it."""
+    try:
+        return importlib.import_module("radixpool.kernels.extend_launch")
+    except (ImportError, AttributeError):
+        return None
+
+
+def config_of(plan: ForestPlan) -> ExtendConfig | None:
+    """Return the configuration if this plan has tall tiles that the fast kernel runs, else None.
+
+    Plans with a capacity keep the plain kernel: their grids are fixed and their counts are read on the device.
+    """
+    on_device = plan.device_plan
+    if on_device is None or plan.capacity is not None or FAST_ROWS not in on_device.heights:
+        return None
+    return extend_config(plan.spec, plan.device.arch) if torch.device(plan.spec.device).type == "cuda" else None
+
+
+def build(plan: ForestPlan) -> FastExtend | None:
+    """Return the fast path of a plan, its schedule on the device; None where the plain kernel runs the tall tiles."""
+    config = config_of(plan)
+    launcher = gluon_launcher() if config is not None else None
+    if config is None or launcher is None:
+        return None
+    assert plan.forest is not None
+    schedule = schedule_extend(plan.forest, plan.seq_lens, plan.spec, plan.device.num_sms)
+    if schedule is None:
+        return None
+    fast = FastExtend(plan, config, schedule, launcher)
+    if config.widen:
+        wide = wide_blocks(schedule, plan.block_tables, plan.spec)
+        if wide is None:
+            return None
+        fast.widening = importlib.import_module("radixpool.kernels.extend_widen").Widening(wide, plan.spec)
+    return fast
+
+
+def fast_extend(plan: ForestPlan, k_pool: Tensor, v_pool: Tensor) -> FastExtend | None:
+    """Return the fast path for this plan and these pools, or None: then the plain kernel runs the tall tiles too."""
+    if plan.fast is None:
+        plan.fast = build(plan) or False
+    if plan.fast is False or not plan.fast.can_read(k_pool, v_pool):
+        return None
+    fast: FastExtend = plan.fast
+    return fast

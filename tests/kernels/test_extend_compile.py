@@ -1,0 +1,50 @@
+"""The fast extend kernel compiles for Hopper without a GPU, and uses its matrix unit and copy engine."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon: the plain kernel extends")
+
+# A subprocess, because the other tests here run Triton's interpreter, which is chosen when Triton is imported.
+SCRIPT = """
+import json, sys, torch
+from radixpool.kernels import AttentionSpec
+from radixpool.kernels.build import compile_source
+from radixpool.kernels.extend_build import extend_source
+from radixpool.kernels.extend_plan import extend_config
+shape, features = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+spec = AttentionSpec(**shape, q_dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
+source, options = extend_source(spec, extend_config(spec, 90), **features)
+kernel = compile_source("extend", source, 90, options)
+ptx = kernel.asm["ptx"]
+counts = {name: ptx.count(name) for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg")}
+print(json.dumps({"spilled": kernel.spill_bytes, "shared": kernel.shared_bytes, **counts}))
+"""
+# Spilled once per tile, outside of the loop over keys, which keeps everything in registers (read off the SASS).
+SPILL_LIMIT = 256
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "features"),
+    [
+        (128, 16, {}),
+        (128, 64, {"lse": True, "sinks": True, "cap": True}),
+        (64, 16, {"window": True}),
+        (256, 16, {"head_scales": True}),
+    ],
+    ids=str,
+)
+def test_compiles_for_hopper(tmp_path, head_dim, block_size, features):
+    shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": head_dim, "block_size": block_size}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(shape), json.dumps(features)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["wgmma.mma_async"] >= 40 and found["cp.async.bulk.tensor"] >= 8 and found["setmaxnreg"] > 0
+    assert found["shared"] <= 227 * 1024
+    assert found["spilled"] <= SPILL_LIMIT

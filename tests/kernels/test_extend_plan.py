@@ -1,0 +1,171 @@
+"""The schedule and the choice of the fast extend path: pure functions, no GPU."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixpool.kernels import AttentionSpec
+from radixpool.kernels.extend_plan import (
+    FAST_ROWS,
+    copies_in_bulk,
+    deal,
+    extend_config,
+    page_tokens,
+    schedule_extend,
+    wide_blocks,
+)
+from radixpool.kernels.forest import build_forest
+from radixpool.kernels.launch import DeviceInfo, tile_config
+
+H200 = DeviceInfo(arch=90, num_sms=132, pdl=True)
+
+
+def spec_of(**changes):
+    shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
+    shape |= {"q_dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
+    return AttentionSpec(**(shape | changes))
+
+
+def cut(spec, lens, new, *, shared_blocks=0, seed=0):
+    lens, new = np.array(lens, np.int32), np.array(new, np.int32)
+    width = max(1, int(-(-lens.max() // spec.block_size)))
+    ids = np.random.default_rng(seed).permutation(len(lens) * width).astype(np.int32)
+    tables = ids.reshape(len(lens), width)
+    tables[:, :shared_blocks] = tables[0, :shared_blocks]
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    plan_config = lambda height, tall: tile_config(2, 128, height, 90, tall=tall)  # noqa: E731 - the plan's own seam
+    return build_forest(tables, lens, new, starts, spec, H200, plan_config), lens
+
+
+def work(schedule):
+    """Work of each program, in tokens."""
+    tokens = schedule.entries[:, 4] - schedule.entries[:, 3]
+    return np.add.reduceat(np.append(tokens, 0), schedule.starts[:-1])
+
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 500)), min_size=1, max_size=6)
+
+
+@given(batch=LENGTHS, shared=st.integers(0, 3), heads=st.sampled_from([(32, 8), (8, 1), (9, 3), (6, 1)]))
+@settings(max_examples=60, deadline=None)
+def test_every_tall_item_runs_once_for_every_head(batch, shared, heads):
+    spec = spec_of(num_q_heads=heads[0], num_kv_heads=heads[1])
+    new = [n for _, n in batch]
+    lens = [cached + n for cached, n in batch]
+    shared = min(shared, min(lens) // spec.block_size)
+    forest, lens = cut(spec, lens, new, shared_blocks=shared)
+    schedule = schedule_extend(forest, lens, spec, 132)
+    items = forest.items.get(FAST_ROWS, np.zeros((0, 8), np.int32))
+    items = items[items[:, 1] > 0]
+    if schedule is None:
+        assert len(items) == 0
+        return
+    want = sorted((*item[[0, 1, 2, 3, 5]].tolist(), head) for item in items for head in range(heads[1]))
+    assert sorted(tuple(e) for e in schedule.entries[:, [0, 1, 2, 3, 5, 6]].tolist()) == want
+    assert schedule.starts[0] == 0 and schedule.starts[-1] == len(schedule.entries)
+    assert (np.diff(schedule.starts) > 0).all()
+    rows = forest.rows
+    assert (schedule.limits == np.maximum(lens[rows[:, 1]] - rows[:, 2], 0)).all()
+    for row0, count, _, begin, end, _, _, shortest in schedule.entries.tolist():
+        limits = schedule.limits[row0 : row0 + count]
+        assert shortest == limits.min()
+        assert begin < end and begin % page_tokens(spec.block_size) == 0
+        assert end <= max(limits.max(), begin + 1)
+
+
+@pytest.mark.parametrize(
+    ("lens", "new", "heads"),
+    [([4096] * 4, [4096] * 4, (32, 8)), ([4608] * 4, [512] * 4, (32, 8)), ([6144] * 8, [2048] * 8, (8, 1))],
+)
+def test_programs_get_about_the_same_work(lens, new, heads):
+    spec = spec_of(num_q_heads=heads[0], num_kv_heads=heads[1])
+    forest, lens = cut(spec, lens, new)
+    schedule = schedule_extend(forest, lens, spec, 132)
+    load = work(schedule)
+    assert len(load) == 132
+    longest = (schedule.entries[:, 4] - schedule.entries[:, 3]).max()
+    assert load.max() <= load.mean() + longest
+    assert load.max() <= 1.06 * load.mean()
+
+
+def test_longest_tiles_come_first_within_one_sequence():
+    spec = spec_of(num_q_heads=4, num_kv_heads=1)
+    forest, lens = cut(spec, [20000], [20000])
+    schedule = schedule_extend(forest, lens, spec, 132)
+    tokens = schedule.entries[:, 4] - schedule.entries[:, 3]
+    for first, last in zip(schedule.starts[:-1], schedule.starts[1:], strict=True):
+        assert (np.diff(tokens[first:last]) <= 0).all()
+
+
+def test_deal_gives_the_dearest_to_the_idlest():
+    program, nth = deal(np.array([5, 9, 1, 1, 7]), 2)
+    assert program.tolist() == [1, 0, 1, 0, 1] and nth.tolist() == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "arch", "taken"),
+    [
+        ({}, 90, True),
+        ({"q_dtype": torch.float16, "kv_dtype": torch.float16}, 90, True),
+        ({"head_dim": 64}, 90, True),
+        ({"head_dim": 96}, 90, True),
+        ({"head_dim": 256}, 90, True),
+        ({"head_dim": 128, "v_head_dim": 64}, 90, True),
+        ({"block_size": 8}, 90, True),
+        ({"block_size": 544}, 90, True),
+        ({}, 80, False),
+        ({}, 100, False),
+        ({"q_dtype": torch.float32, "kv_dtype": torch.float32}, 90, False),
+        ({"kv_dtype": torch.float8_e4m3fn}, 90, True),
+        ({"q_dtype": torch.float32, "kv_dtype": torch.float8_e4m3fn}, 90, False),
+        ({"head_dim": 48}, 90, False),
+        ({"head_dim": 100}, 90, False),
+        ({"block_size": 4}, 90, False),
+        ({"block_size": 20}, 90, False),
+    ],
+    ids=str,
+)
+def test_who_takes_the_fast_path(changes, arch, taken):
+    assert (extend_config(spec_of(**changes), arch) is not None) == taken
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_shared_memory_fits(dims):
+    config = extend_config(spec_of(head_dim=dims[0], v_head_dim=dims[1]), 90)
+    used = FAST_ROWS * config.block_d * 2 + config.num_stages * config.block_n * (config.block_d + config.block_dv) * 2
+    assert config.num_stages >= 2 and used <= 227 * 1024
+
+
+def test_odd_strides_are_refused_by_the_copy_engine():
+    pool = torch.zeros(4, 2, 16, 128, dtype=torch.bfloat16)
+    assert copies_in_bulk(pool)
+    assert copies_in_bulk(pool.transpose(1, 2))
+    assert not copies_in_bulk(torch.zeros(4, 2, 16, 132, dtype=torch.bfloat16)[..., :128])
+    assert not copies_in_bulk(torch.zeros(4 * 2 * 16 * 128 + 1, dtype=torch.bfloat16)[1:].view(4, 2, 16, 128))
+
+
+def widened(lens, new, *, shared_blocks=0):
+    spec = spec_of(kv_dtype=torch.float8_e4m3fn)
+    forest, lens = cut(spec, lens, new, shared_blocks=shared_blocks)
+    width = -(-int(lens.max()) // spec.block_size)
+    tables = np.random.default_rng(0).permutation(len(lens) * width).astype(np.int32).reshape(len(lens), width)
+    tables[:, :shared_blocks] = tables[0, :shared_blocks]
+    schedule = schedule_extend(forest, lens, spec, 132)
+    return wide_blocks(schedule, tables, spec), tables, lens
+
+
+def test_widened_blocks_are_the_ones_in_use_each_once():
+    wide, tables, lens = widened([4608, 1500], [512, 700], shared_blocks=40)
+    needed = {int(b) for table, n in zip(tables, lens, strict=True) for b in table[: -(-n // 16)]}
+    assert len(set(wide.blocks.tolist())) == len(wide.blocks)
+    assert set(wide.blocks.tolist()) == needed
+    for table, local, n in zip(tables, wide.tables, lens, strict=True):
+        count = -(-n // 16)
+        assert (wide.blocks[local[:count]] == table[:count]).all()
+
+
+def test_widening_must_pay():
+    assert widened([8192], [40])[0] is None
+    assert widened([8192], [512])[0] is not None

@@ -60,7 +60,7 @@ class Batch:
         ids = torch.randperm(count, generator=gen)[: len(self.lens) * width]
         self.tables = ids.reshape(len(self.lens), width).to(torch.int32)
         for rows, blocks in self.shared:
-            self.tables[rows, :blocks] = self.tables[rows[0], :blocks]
+            self.tables[rows, :blocks] = self.tables[rows[0], :blocks].clone()
         self.k_pool = self.make_pool(count, self.head_dim, gen)
         self.v_pool = self.make_pool(count, self.v_head_dim, gen)
         rows = sum(self.new)

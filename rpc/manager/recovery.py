@@ -209,9 +209,11 @@ class RecordedLife(FormerLife):
     def _restore(self, cache: RadixCache) -> None:
         started = time.perf_counter()
         scan = self._directory.scan()
-        loose = scan.loose if self.last_pool_id else scan.loose.take(np.empty(0, dtype=np.int64))
-        plan = plan_restore(loose)
-        dropped = np.concatenate((scan.torn, np.setdiff1d(scan.loose.blocks, plan.loose.blocks, assume_unique=True)))
+        if self.last_pool_id:
+            plan, unvouched = plan_restore(scan.loose), scan.loose.blocks[:0]
+        else:
+            plan, unvouched = plan_restore(scan.loose.take(np.empty(0, dtype=np.int64))), scan.loose.blocks
+        dropped = np.concatenate((scan.torn, plan.dropped, unvouched))
         self._directory.removed(dropped)
         quarantined = np.concatenate((scan.private, dropped))
         with collector_paused():

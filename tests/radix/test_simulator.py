@@ -1,6 +1,6 @@
 """One seed drives a cache, 8 clients, 2 workers with steps in flight, expiring leases and failures of every kind.
 
-`SEEDS` (default 400) sets how many seeds run, `FIRST_SEED` where they begin. A failure prints the seed and the shortest
+`SEEDS` (default 1,000) sets how many seeds run, `FIRST_SEED` where they begin. A failure prints the seed and the shortest
 log found; `FIRST_SEED=n SEEDS=1` runs it again.
 """
 
@@ -14,7 +14,7 @@ from radixpool.radix import MediaSpan, RadixCache, UnknownSequence
 from radixpool.radix.eviction import available_policies
 from radixpool.radix.replay import Operation, RecordedCache, ReplayClock, ReplayMismatch, replay
 
-SEEDS = int(os.environ.get("SEEDS", "400"))
+SEEDS = int(os.environ.get("SEEDS", "1000"))
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
 ACTIONS = 120
 SHARDS = 4  # so that parallel runners share the work

@@ -6,6 +6,7 @@ register and spill counts come from the `ptxas` that Triton ships.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 import subprocess
@@ -22,6 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixpool.kernels.device_attend import UNSPECIALISED, attend_items, merge_partials
+from radixpool.kernels.extend_path import gluon_launcher
+from radixpool.kernels.extend_plan import extend_config
 from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, tile_config, uses_pairs
 from radixpool.kernels.spec import AttentionSpec
 from radixpool.kernels.triton_backend import Features, attend_variant, merge_variant
@@ -134,3 +137,5 @@ def model_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSour
     for many in (False, True):
         merge = merge_variant(spec, features, many=many, chained=features.pdl)
         yield f"merge_d{spec.v_head_dim}{'_many' if many else ''}", merge_source(spec, merge), merge.options
+    if extend_config(spec, arch) is not None and gluon_launcher() is not None:
+        yield from importlib.import_module("radixpool.kernels.extend_build").fast_sources(spec, arch)

@@ -14,6 +14,17 @@ from radixpool.kernels.launch import next_power_of_two
 from radixpool.kernels.spec import AttentionSpec
 
 ELEMENTS_PER_STEP = 4096
+WIDEN_OPTIONS = {"num_warps": 4}
+
+
+def widen_constants(spec: AttentionSpec) -> dict[str, int]:
+    """Return the compile-time arguments of `widen_blocks`."""
+    block_d, block_dv = next_power_of_two(spec.head_dim), next_power_of_two(spec.v_head_dim)
+    rows = max(1, min(next_power_of_two(spec.block_size), ELEMENTS_PER_STEP // max(block_d, block_dv)))
+    return {
+        "HEADS": spec.num_kv_heads, "D": spec.head_dim, "DV": spec.v_head_dim, "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv, "BLOCK_SIZE": spec.block_size, "BT": rows,
+    }  # fmt: skip
 
 
 class Widening:
@@ -30,11 +41,8 @@ class Widening:
         shape = (count, spec.num_kv_heads, spec.block_size)
         wide_k = torch.empty((*shape, spec.head_dim), dtype=spec.q_dtype, device=k_pool.device)
         wide_v = torch.empty((*shape, spec.v_head_dim), dtype=spec.q_dtype, device=k_pool.device)
-        block_d, block_dv = next_power_of_two(spec.head_dim), next_power_of_two(spec.v_head_dim)
-        rows = max(1, min(next_power_of_two(spec.block_size), ELEMENTS_PER_STEP // max(block_d, block_dv)))
         widen_blocks[(count, spec.num_kv_heads)](
             k_pool, v_pool, wide_k, wide_v, self.blocks, *k_pool.stride()[:3], *v_pool.stride()[:3],
-            HEADS=spec.num_kv_heads, D=spec.head_dim, DV=spec.v_head_dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
-            BLOCK_SIZE=spec.block_size, BT=rows, num_warps=4,
+            **widen_constants(spec), **WIDEN_OPTIONS,
         )  # fmt: skip
         return wide_k, wide_v

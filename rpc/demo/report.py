@@ -113,15 +113,13 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _request_table(report: Report) -> Table:
-    caption = (
-        "TTFT: time to first token in ms, with all chats at once; then the first requests once more under equal load"
-    )
+    caption = "TTFT: time to first token in ms, all chats at once; shared, unshared: once more under equal load"
     table = Table(title="requests", caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for column in ("turn", "worker", "prompt", "cached", "TTFT", "tokens/s"):
         table.add_column(column, justify="left" if column in ("turn", "worker") else "right", no_wrap=True)
     if report.compared:
-        for column in ("TTFT shared", "unshared", "same"):
-            table.add_column(column, justify="right")
+        for column in ("shared", "unshared", "same"):
+            table.add_column(column, justify="right", no_wrap=True)
     compared = {_key(comparison.first): comparison for comparison in report.compared}
     for outcome in report.outcomes:
         cells = _request_cells(outcome)

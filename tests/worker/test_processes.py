@@ -40,6 +40,7 @@ class System:
         self.namespace = Namespace(model=source.name, revision=source.revision)
         self.names = (f"process-{number}" for number in itertools.count())
         self.address = supervisor.socket_address("manager")
+        self.directory = self.address.removeprefix("unix:").removesuffix(".sock") + ".directory"
         self.manager = self.start_manager()
         self.pool = self.start_pool()
         self.workers = self.start_workers(workers)
@@ -47,7 +48,8 @@ class System:
 
     def start_manager(self):
         sizes = ["--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK), "--lease-ttl-ms", str(LEASE_MS)]
-        return self.supervisor.start(next(self.names), ["serve", "--listen", self.address, *sizes])
+        where = ["--listen", self.address, "--directory", self.directory]
+        return self.supervisor.start(next(self.names), ["serve", *where, *sizes])
 
     def start_pool(self):
         return self.supervisor.start(next(self.names), ["pool", "--address", self.address, "--model", self.model])
@@ -236,6 +238,7 @@ def test_a_worker_killed_under_load_loses_no_cached_block(system):
 
 
 def test_requests_survive_a_killed_manager(system):
+    """The same output, and the cache is still there: the manager keeps a block directory."""
     prompt = random_tokens(100)
     expected = system.generate(system.workers[0], prompt, 200).tokens
     results = []
@@ -248,6 +251,8 @@ def test_requests_survive_a_killed_manager(system):
     assert results
     assert results[0].tokens == expected
     system.wait(lambda: system.client.get_pool() is not None)
+    afterwards = system.generate(system.workers[1], prompt + expected)
+    assert afterwards.cached == (len(prompt) + len(expected)) // BLOCK * BLOCK
     assert system.generate(system.workers[1], prompt).tokens == expected[:4]
 
 

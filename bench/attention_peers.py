@@ -107,7 +107,13 @@ def vllm_module(folder: Path) -> tuple[types.ModuleType, type[IntEnum]]:
     )
     stub("vllm.platforms", current_platform=platform)
     stub("vllm.triton_utils", tl=tl, triton=triton)
-    modes = {"NONE": 0, "FP8_PER_TENSOR": 1, "INT8_PER_TOKEN_HEAD": 2, "FP8_PER_TOKEN_HEAD": 3, "INT4_PER_TOKEN_HEAD": 4}
+    modes = {
+        "NONE": 0,
+        "FP8_PER_TENSOR": 1,
+        "INT8_PER_TOKEN_HEAD": 2,
+        "FP8_PER_TOKEN_HEAD": 3,
+        "INT4_PER_TOKEN_HEAD": 4,
+    }
     quant = IntEnum("KVQuantMode", modes)
     stub("vllm.v1.kv_cache_interface", KVQuantMode=quant)
     prefix = "vllm.v1.attention.ops.triton_"
@@ -239,7 +245,10 @@ def torch_sdpa(w: Workload) -> Call:
     size = int(w.lens[0])
 
     def call() -> torch.Tensor:
-        k, v = (p[w.device_tables.long()].transpose(2, 3).flatten(1, 2)[:, :size].transpose(1, 2) for p in (w.k_pool, w.v_pool))
+        k, v = (
+            p[w.device_tables.long()].transpose(2, 3).flatten(1, 2)[:, :size].transpose(1, 2)
+            for p in (w.k_pool, w.v_pool)
+        )
         out = torch.nn.functional.scaled_dot_product_attention(w.q[:, :, None], k, v, scale=w.scale, enable_gqa=True)
         return out[:, :, 0]
 

@@ -40,7 +40,9 @@ def timeline(w: Workload, iterations: int = 20) -> list[tuple[str, float, float]
         starts[key].append(event.time_range.start - first)
         durations[key].append(event.time_range.end - event.time_range.start)
         position += 1
-    return [(name, statistics.median(starts[p, name]), statistics.median(durations[p, name])) for p, name in sorted(starts)]
+    return [
+        (name, statistics.median(starts[p, name]), statistics.median(durations[p, name])) for p, name in sorted(starts)
+    ]
 
 
 def main() -> None:

@@ -99,7 +99,10 @@ def measure(case: Case, rows: list[dict[str, object]], rep_ms: int) -> None:
     w = Workload(case)
     reference = w.reference()
     for assignment in candidates(case):
-        row: dict[str, object] = {"case": case.name, "config": json.dumps({h: asdict(c) for h, c in assignment.items()})}
+        row: dict[str, object] = {
+            "case": case.name,
+            "config": json.dumps({h: asdict(c) for h, c in assignment.items()}),
+        }
         rows.append(row)
         plan_module.tile_config = lambda kv_bytes, head_dim, rows, arch, a=assignment, tall=False: a[rows]  # type: ignore[misc]
         try:
@@ -122,7 +125,10 @@ def measure(case: Case, rows: list[dict[str, object]], rep_ms: int) -> None:
     print(f"== {case.name}: {w.unique_bytes / 4.34e6:.0f} us at 4.34 TB/s; {len(candidates(case)) - len(timed)} failed")
     for r in timed[:8]:
         short = {h: list(c.values()) for h, c in json.loads(str(r["config"])).items() if int(h) in heights_of(case)}
-        print(f"   {r['graph_us']:7.1f} graph {r['us']:7.1f} eager  err {r['error']:.1e} parts {r['parts']:5d} {short}", flush=True)
+        print(
+            f"   {r['graph_us']:7.1f} graph {r['us']:7.1f} eager  err {r['error']:.1e} parts {r['parts']:5d} {short}",
+            flush=True,
+        )
 
 
 def main() -> None:

@@ -163,7 +163,6 @@ class DevicePlan:
             self.table_stride = self.tables.stride(0)
         self.tables[: tables.shape[0], : tables.shape[1]].copy_(torch.from_numpy(tables))
 
-    def upload_batch(self, tables: Array, lens: Array) -> None:
-        """Copy lengths and tables only: the items stay."""
+    def upload_lens(self, lens: Array) -> None:
+        """Copy the lengths only: items and tables stay."""
         self.sections["lens"][: len(lens)].copy_(torch.from_numpy(lens))
-        self.upload_tables(tables)

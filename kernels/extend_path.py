@@ -23,6 +23,9 @@ from radixpool.kernels.extend_plan import (
 from radixpool.kernels.plan import ForestPlan
 
 
+DECODE_QUERY_TOKENS = 8  # up to so many query tokens a sequence are decoding
+
+
 class FastExtend:
     """The fast path of one plan: configuration, schedule on the device, launch. Valid until the plan is updated."""
 
@@ -60,10 +63,13 @@ def gluon_launcher() -> Any | None:
 def config_of(plan: ForestPlan) -> ExtendConfig | None:
     """Return the configuration if this plan has tall tiles that the fast kernel runs, else None.
 
-    Plans with a capacity keep the plain kernel: their grids are fixed and their counts are read on the device.
+    Decode keeps the plain kernel: its tall tiles (shared prefixes) leave room on each SM for the narrow ones beside them
+    (measured: 70 us against 76 for 64 sharers of 16k). Plans with a capacity keep the plain kernel: their grids are fixed and their counts are read on the device.
     """
     on_device = plan.device_plan
     if on_device is None or plan.capacity is not None or FAST_ROWS not in on_device.heights:
+        return None
+    if plan.query_lens.max() <= DECODE_QUERY_TOKENS:
         return None
     return extend_config(plan.spec, plan.device.arch) if torch.device(plan.spec.device).type == "cuda" else None
 

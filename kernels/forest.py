@@ -250,7 +250,8 @@ def cut_tokens(length: Long, programs: int, *, merging: bool) -> tuple[Long, Lon
         loads = np.diff(np.concatenate([[0], rounded, [total]]))
         if loads.max() <= WHOLE_TILE_SLACK * total / programs + ITEM_OVERHEAD_TOKENS:
             points = rounded
-    bounds = np.unique(np.concatenate([before, points, [total]]))
+    bounds = np.sort(np.concatenate([before, points, [total]]))
+    bounds = bounds[np.append(True, bounds[1:] != bounds[:-1])]
     first, last = bounds[:-1], bounds[1:]
     tile = np.searchsorted(before, first, side="right") - 1
     starts = np.searchsorted(first, np.concatenate([[0], points, [total]]))
@@ -313,7 +314,9 @@ def build_forest(
     row_seq = np.repeat(np.arange(len(lens)), new)
     row_back = query_starts[1:].astype(np.int64)[row_seq] - 1 - np.arange(num_rows)
     active = np.flatnonzero(new > 0)
-    order, segments = find_segments(tables[active], lens64[active], new[active], spec, min_gain_bytes=min_gain_bytes)
+    everyone = len(active) == len(lens)
+    batch = (tables, lens64, new) if everyone else (tables[active], lens64[active], new[active])
+    order, segments = find_segments(*batch, spec, min_gain_bytes=min_gain_bytes)
     order = active[order]
     segments.table = active[segments.table]
     if len(order) == num_rows:

@@ -76,30 +76,36 @@ class ForestPlan:
         """What is known of the device."""
         return device_info(torch.device(self.spec.device))
 
-    def update(self, block_tables: Any, seq_lens: Any, query_lens: Any | None = None) -> bool:
+    def update(self, block_tables: Any | None, seq_lens: Any, query_lens: Any | None = None) -> bool:
         """Make this the plan of the next step's batch, in place; return whether the old cut could be kept.
 
-        The cut is kept if every sequence only grew at its end, by at most 64 tokens since it was cut, with the same number of
-        query tokens: then only lengths and tables are uploaded, O(table entries) compared. Device addresses don't change
-        for a plan with a capacity. Raises `ValueError` as `plan_forest` does, and changes nothing then.
+        `block_tables=None`: no table changed. The cut is kept if every sequence only grew at its end, by at most 64 tokens
+        since it was cut, with the same number of query tokens: then only lengths, and tables that changed, are uploaded.
+        Device addresses don't change for a plan with a capacity. O(table entries) compared, nothing at all without tables.
+        Raises `ValueError` as `plan_forest` does, and changes nothing then.
         """
-        tables, lens, new, starts = checked_batch(block_tables, seq_lens, query_lens, self.spec)
-        kept = self.only_grew(tables, lens, new)
+        given = self.block_tables if block_tables is None else host_int32("block_tables", block_tables, 2)
+        same = given is self.block_tables or np.array_equal(given, self.block_tables)
+        tables = self.block_tables if same else given.copy()
+        lens, new, starts = checked_batch(tables, seq_lens, query_lens, self.spec)
+        kept = self.only_grew(tables, lens, new, same=same)
         if self.capacity is not None:
             self.capacity.check(tables, starts)
         self.block_tables, self.seq_lens, self.query_lens, self.query_starts = tables, lens, new, starts
         if self.spec.backend == "triton":
-            self.refresh() if kept else self.cut()
+            self.refresh(tables_changed=not same) if kept else self.cut()
         return kept
 
-    def only_grew(self, tables: Int32Array, lens: Int32Array, new: Int32Array) -> bool:
+    def only_grew(self, tables: Int32Array, lens: Int32Array, new: Int32Array, *, same: bool) -> bool:
         """Return whether the present cut also fits the given batch."""
         if self.forest is None or not self.forest.growable or tables.shape != self.block_tables.shape:
             return False
-        grown = lens - self.planned_lens
-        if not np.array_equal(new, self.query_lens) or grown.min() < 0 or grown.max() > MAX_GROWTH_TOKENS:
+        if len(lens) != len(self.planned_lens) or not np.array_equal(new, self.query_lens):
             return False
-        if np.array_equal(tables, self.block_tables):
+        grown = lens - self.planned_lens
+        if len(grown) and (grown.min() < 0 or grown.max() > MAX_GROWTH_TOKENS):
+            return False
+        if same:
             return True
         used = np.arange(tables.shape[1]) < self.blocks_needed[:, None]
         return not (used & (tables != self.block_tables)).any()
@@ -123,11 +129,13 @@ class ForestPlan:
         self.device_plan.upload(forest, self.block_tables, self.seq_lens)
         self.fast = None
 
-    def refresh(self) -> None:
-        """Upload tables and lengths only."""
+    def refresh(self, *, tables_changed: bool) -> None:
+        """Upload the lengths, and the tables if they changed."""
         assert self.device_plan is not None
-        self.device_plan.upload_batch(self.block_tables, self.seq_lens)
         self.fast = None
+        self.device_plan.upload_lens(self.seq_lens)
+        if tables_changed:
+            self.device_plan.upload_tables(self.block_tables)
 
 
 def device_info(device: torch.device) -> DeviceInfo:
@@ -141,7 +149,7 @@ _DEVICES: dict[torch.device, DeviceInfo] = {}
 
 
 def host_int32(name: str, value: Any, ndim: int) -> Int32Array:
-    """Return `value` (ndarray, tensor or nested sequence of ints) as a new C-contiguous int32 host array."""
+    """Return `value` (ndarray, tensor or nested sequence of ints) as a C-contiguous int32 host array; may be a view."""
     array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
     if array.size == 0:
         array = array.astype(np.int32).reshape((0,) * ndim if array.ndim != ndim else array.shape)
@@ -149,20 +157,19 @@ def host_int32(name: str, value: Any, ndim: int) -> Int32Array:
         raise TypeError(f"{name}: expected integers, got {array.dtype}")
     if array.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {array.shape}")
-    return np.array(array, dtype=np.int32, order="C")
+    return np.ascontiguousarray(array, dtype=np.int32)
 
 
 def checked_batch(
-    block_tables: Any, seq_lens: Any, query_lens: Any | None, spec: AttentionSpec
-) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-    """Return tables, lengths, query lengths and query starts as host arrays that fit each other."""
-    tables = host_int32("block_tables", block_tables, 2)
-    lens = host_int32("seq_lens", seq_lens, 1)
-    new = np.ones_like(lens) if query_lens is None else host_int32("query_lens", query_lens, 1)
+    tables: Int32Array, seq_lens: Any, query_lens: Any | None, spec: AttentionSpec
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Return lengths, query lengths and query starts as new host arrays that fit the tables and each other."""
+    lens = host_int32("seq_lens", seq_lens, 1).copy()
+    new = np.ones_like(lens) if query_lens is None else host_int32("query_lens", query_lens, 1).copy()
     check_lengths(tables, lens, new, spec.block_size)
     starts = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(new, out=starts[1:])
-    return tables, lens, new, starts
+    return lens, new, starts
 
 
 def plan_forest(
@@ -180,7 +187,8 @@ def plan_forest(
     copied. O(n log n + table entries); about 0.1 ms for 256 sequences of 4k tokens.
     Raises `ValueError` for lengths that don't fit each other, the tables or the capacity.
     """
-    tables, lens, new, starts = checked_batch(block_tables, seq_lens, query_lens, spec)
+    tables = host_int32("block_tables", block_tables, 2).copy()
+    lens, new, starts = checked_batch(tables, seq_lens, query_lens, spec)
     if sharing not in ("forest", "none"):
         raise ValueError(f"sharing: expected 'forest' or 'none', got {sharing!r}")
     if capacity is not None:

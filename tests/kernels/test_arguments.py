@@ -80,7 +80,11 @@ ATTENTION = [
     ({"k_pool": torch.zeros(4, 2, 16, 32).half()}, TypeError, "v_pool: expected dtype torch.float16"),
     ({"k_pool": torch.zeros(4, 2, 16, 48)}, ValueError, r"k_pool: expected size 32 in dimension 3"),
     ({"sinks": torch.zeros(4)}, ValueError, r"sinks: expected size 8 in dimension 0"),
-    ({"k_scale": torch.zeros(5)}, ValueError, r"k_scale: expected shape \[\], \[1\], \[2\] or \[4, 2, 16\], got \(5,\)"),
+    (
+        {"k_scale": torch.zeros(5)},
+        ValueError,
+        r"k_scale: expected shape \[\], \[1\], \[2\] or \[4, 2, 16\], got \(5,\)",
+    ),
     ({"scale": -1.0}, ValueError, "scale: expected a positive number, got -1.0"),
     ({"window": -1}, ValueError, "window, soft_cap: expected no negative value"),
     ({"out": torch.zeros(1, 8, 16)}, ValueError, r"out: expected shape \[1, 8, 32\], got \(1, 8, 16\)"),
@@ -122,7 +126,11 @@ WRITES = [
     ({"slot_mapping": torch.zeros(3)}, TypeError, "slot_mapping: expected dtype torch.int32 or torch.int64"),
     ({"slot_mapping": torch.tensor([0, 1, 64])}, ValueError, "slot_mapping: expected slots below 64, got 64"),
     ({"rope": RoPE(torch.zeros(2, 16), torch.zeros(2, 16))}, ValueError, "rope.cos: expected size 3 in dimension 0"),
-    ({"rope": RoPE(torch.zeros(3, 17), torch.zeros(3, 17))}, ValueError, "rope.cos: expected at most 16 columns, got 17"),
+    (
+        {"rope": RoPE(torch.zeros(3, 17), torch.zeros(3, 17))},
+        ValueError,
+        "rope.cos: expected at most 16 columns, got 17",
+    ),
 ]
 
 

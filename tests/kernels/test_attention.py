@@ -27,7 +27,9 @@ def test_tails_of_infinity_never_leak(make_batch, backend):
 
 
 @BOTH
-@pytest.mark.parametrize("heads", [(3, 3), (12, 2), (28, 4), (9, 3), (5, 1), (40, 8), (9, 1), (16, 1), (20, 1), (48, 1)])
+@pytest.mark.parametrize(
+    "heads", [(3, 3), (12, 2), (28, 4), (9, 3), (5, 1), (40, 8), (9, 1), (16, 1), (20, 1), (48, 1)]
+)
 def test_any_group_size(make_batch, backend, heads):
     make_batch(backend=backend, heads=heads, head_dim=16, lens=(21, 40), shared=[([0, 1], 1)]).check()
 
@@ -157,7 +159,9 @@ def test_softmax_scale(make_batch, backend):
 @pytest.mark.parametrize("scales", ["number", "head", "token"])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_fp8_scales_reach_every_head_and_token(make_batch, backend, scales, layout, device):
-    batch = make_batch(backend=backend, kv_dtype=torch.float8_e4m3fn, layout=layout, lens=(60, 35), shared=[([0, 1], 2)])
+    batch = make_batch(
+        backend=backend, kv_dtype=torch.float8_e4m3fn, layout=layout, lens=(60, 35), shared=[([0, 1], 2)]
+    )
     if scales == "number":
         k_scale, v_scale = 0.25, 0.5
     elif scales == "head":

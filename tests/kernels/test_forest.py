@@ -200,7 +200,10 @@ def test_without_sharing_the_plan_is_the_plain_one():
     tables = unshared()
     plain = build(tables, [4096] * 64, min_gain_bytes=np.inf)
     forest = build(tables, [4096] * 64)
-    assert all(np.array_equal(plain.items[h], forest.items[h]) for h in plain.items) and plain.items.keys() == forest.items.keys()
+    assert (
+        all(np.array_equal(plain.items[h], forest.items[h]) for h in plain.items)
+        and plain.items.keys() == forest.items.keys()
+    )
 
 
 def test_work_is_balanced_over_the_programs():

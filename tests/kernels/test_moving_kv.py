@@ -98,7 +98,10 @@ def test_rope_against_float64(backend, device, interleaved, rotary_dim):
     half = rotary_dim // 2
     first = [2 * i if interleaved else i for i in range(half)]
     second = [2 * i + 1 if interleaved else i + half for i in range(half)]
-    turned = torch.complex(want[..., first], want[..., second]) * torch.polar(torch.ones(1, device=device).double(), angle.double())[:, None]
+    turned = (
+        torch.complex(want[..., first], want[..., second])
+        * torch.polar(torch.ones(1, device=device).double(), angle.double())[:, None]
+    )
     want[..., first], want[..., second] = turned.real, turned.imag
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 

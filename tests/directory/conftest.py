@@ -83,13 +83,15 @@ def store() -> Callable[..., None]:
     return store_run
 
 
-@pytest.fixture(scope="session")
-def killing() -> ModuleType:
-    """Load the plain module of that name beside this file."""
+@pytest.fixture
+def killing() -> Iterator[ModuleType]:
+    """Load the plain module of that name beside this file; what a failed test left of it is removed."""
     name = "radixpool_tests_directory_killing"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "killing.py")
         assert spec is not None and spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    return sys.modules[name]
+    yield sys.modules[name]
+    for manager in list(sys.modules[name].KilledManager.alive):
+        manager.close()

@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -156,7 +156,10 @@ class KilledManager:
 
     """
 
+    alive: ClassVar[set[KilledManager]] = set()
+
     def __init__(self, num_blocks: int, *, policy: str = "lru") -> None:
+        self.alive.add(self)
         self.num_blocks = num_blocks
         self.policy = policy
         shm = Path("/dev/shm")
@@ -167,6 +170,7 @@ class KilledManager:
         self._start_life()
 
     def close(self) -> None:
+        self.alive.discard(self)
         self.directory.close()
         shutil.rmtree(self.folder)
 

@@ -16,8 +16,10 @@ from radixpool.radix.errors import UnknownWorker
 if TYPE_CHECKING:
     from radixpool.radix.node import Node
 
-__all__ = ["Fence", "Quarantine"]
+__all__ = ["NO_STEP", "Fence", "Quarantine"]
 
+NO_STEP = 2**63 - 1
+"""A fence that is passed with the removal of its worker only, and at no step that a caller could wait for."""
 Fence = int | Mapping[str, int] | None  # a step of every worker, a step per worker, or none
 
 
@@ -99,6 +101,8 @@ class Quarantine:
     def retry_after(self, num_blocks: int) -> int | None:
         """Return the smallest step whose completion frees `num_blocks`, None when none does. For refusals only."""
         for entry in sorted(self._all(), key=lambda entry: entry.last_step):
+            if entry.last_step == NO_STEP:
+                return None
             num_blocks -= entry.num_blocks
             if num_blocks <= 0:
                 return entry.last_step

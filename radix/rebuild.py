@@ -1,8 +1,8 @@
 """Build the trees of a cache from a restore plan: what a former incarnation had committed is findable again.
 
 What the former incarnation had handed out may still be read or written by GPU steps it started. It is modelled as a
-worker that has completed nothing: every restored path is fenced on its first step, and the blocks that were not
-committed wait for it. `FORMER_INCARNATION` is removed like any dead worker once its last step is known to be over.
+worker that never completes a step: every restored path is fenced by it, and the blocks that were not committed wait for
+it. `FORMER_INCARNATION` is removed like any dead worker once its last step is known to be over.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from radixpool.radix.fences import FencedCore
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.node import Node
+from radixpool.radix.quarantine import NO_STEP
 from radixpool.radix.restore import RestorePlan
 from radixpool.radix.state import _last_block
 
@@ -23,7 +24,7 @@ __all__ = ["FORMER_INCARNATION", "restore_blocks"]
 
 FORMER_INCARNATION: Final = "(former incarnation)"
 """Name of the worker that stands for everybody who may still use blocks of the former incarnation."""
-_FENCE: Final = {FORMER_INCARNATION: 0}
+_FENCE: Final = {FORMER_INCARNATION: NO_STEP}
 
 
 def restore_blocks(

@@ -186,8 +186,9 @@ def test_uncommitted_blocks_stay_out_until_the_fence() -> None:
     assert cache.stats().quarantined_blocks == 3
     seq = cache.acquire(range(100, 116))
     assert sorted(seq.block_table.tolist()) == [2, 3, 4, 5, 6, 7, 8, 9]
-    with pytest.raises(PoolExhausted):
+    with pytest.raises(PoolExhausted) as refusal:
         cache.acquire([7, 7])
+    assert refusal.value.retry_after_step is None, "no step of any worker that the caller knows"
     cache.remove_worker(FORMER_INCARNATION)
     cache.check()
     assert cache.acquire([7, 7, 7]).num_blocks == 2

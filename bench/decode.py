@@ -2,9 +2,9 @@
 
 usage: python bench/decode.py [--peers DIR] [--suite plain|more|fp8|shared ...] [--out DIR]
 
-Every implementation is checked against float64 before it is timed (a red one is reported, not timed). Rounds alternate between
-implementations; the L2 cache is overwritten before every run; figures are medians over all rounds with the spread of the
-rounds' medians. Writes decode.csv, decode.json and decode.png, prints a table.
+Every implementation is checked against float64 before it is timed (a red one is reported, not timed). Rounds alternate
+between implementations; the L2 cache is overwritten before every run; figures are medians over all rounds with the
+spread of the rounds' medians. Writes decode.csv, decode.json and decode.png, prints a table.
 """
 
 from __future__ import annotations
@@ -135,8 +135,9 @@ def report(case: Case, w: Workload, results: list[Result], bandwidth: float, fre
             print(f"   {r.name:22s} {r.failed}")
             continue
         print(
-            f"   {r.name:22s} eager {r.eager_us:7.1f} ({r.eager_low_us:.1f} to {r.eager_high_us:.1f}) graph {r.graph_us:7.1f}"
-            f"  x ours {r.eager_us / ours.eager_us:5.2f} eager {r.graph_us / ours.graph_us:5.2f} graph  err {r.error:.1e}"
+            f"   {r.name:22s} eager {r.eager_us:7.1f} ({r.eager_low_us:.1f} to {r.eager_high_us:.1f})"
+            f" graph {r.graph_us:7.1f}  x ours {r.eager_us / ours.eager_us:5.2f} eager"
+            f" {r.graph_us / ours.graph_us:5.2f} graph  err {r.error:.1e}"
             f"  {r.unique_tb_s:.2f} TB/s {r.of_read_bandwidth:4.0%} {r.failed}",
             flush=True,
         )

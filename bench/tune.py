@@ -68,7 +68,8 @@ def build_one(job: tuple[Case, int, TileConfig, bool]) -> str:
         kernel = compile_source("", attend_source(case.spec, variant), 90, variant.options)
     except Exception as error:
         return f"{case.heads} m{height} {config}: {error!r}"[:300]
-    return f"{case.heads} m{height} {config}: {kernel.registers} regs, {kernel.spill_bytes} spilled, {kernel.shared_bytes} B"
+    used = f"{kernel.registers} regs, {kernel.spill_bytes} spilled, {kernel.shared_bytes} B"
+    return f"{case.heads} m{height} {config}: {used}"
 
 
 def warm(cases: list[Case]) -> None:
@@ -104,7 +105,8 @@ def measure(case: Case, rows: list[dict[str, object]], rep_ms: int) -> None:
             "config": json.dumps({h: asdict(c) for h, c in assignment.items()}),
         }
         rows.append(row)
-        plan_module.tile_config = lambda kv_bytes, head_dim, rows, arch, a=assignment, tall=False: a[rows]  # type: ignore[misc]
+        fixed = lambda kv_bytes, head_dim, rows, arch, a=assignment, tall=False: a[rows]  # noqa: E731
+        plan_module.tile_config = fixed  # type: ignore[assignment]
         try:
             plan = plan_forest(w.tables, w.lens, spec=w.spec)
             out = torch.full_like(w.q, math.nan)

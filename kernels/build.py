@@ -1,7 +1,7 @@
 """Ahead-of-time compilation: every kernel that a model's shapes can ask for, for a target, with or without a GPU.
 
-Triton caches what it compiles on disk (`TRITON_CACHE_DIR`), so that a server that starts afterwards compiles nothing. The
-register and spill counts come from the `ptxas` that Triton ships.
+Triton caches what it compiles on disk (`TRITON_CACHE_DIR`), so that a server that starts afterwards compiles nothing.
+The register and spill counts come from the `ptxas` that Triton ships.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def attend_source(spec: AttentionSpec, variant: KernelVariant) -> ASTSource:
     constants = variant.constants
     pairs = constants["PAIRS"]
     kv = "*i16" if pairs else POINTERS[spec.kv_dtype]
-    pointers = dict(Q=POINTERS[spec.q_dtype], OUT=POINTERS[spec.q_dtype], K=kv, V=kv)
+    pointers = {"Q": POINTERS[spec.q_dtype], "OUT": POINTERS[spec.q_dtype], "K": kv, "V": kv}
     integers = ("TABLES", "SEQ_LENS", "ITEMS", "ROWS")
     signature, attrs = {}, {}
     for i, name in enumerate(attend_items.arg_names):

@@ -1,4 +1,4 @@
-"""Device code that moves KV: write new tokens, rotate, copy blocks, merge finished states. Offsets are 64-bit throughout."""
+"""Device code that moves KV: write new tokens, rotate, copy blocks, merge finished states. Offsets are 64-bit."""
 
 import triton
 import triton.language as tl
@@ -124,12 +124,12 @@ def merge_finished(OUTS, LSES, OUT, LSE, num_states, state_cells, D: tl.constexp
     cell = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     top = float("-inf")
-    for i in range(0, num_states):
+    for i in range(num_states):
         top = tl.maximum(top, tl.load(LSES + i * state_cells + cell))
     base = tl.where(top == float("-inf"), 0.0, top)
     total = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for i in range(0, num_states):
+    for i in range(num_states):
         at = i * state_cells + cell
         weight = tl.exp(tl.load(LSES + at) - base)
         x = tl.load(OUTS + at * D + d, mask=d < D, other=0.0).to(tl.float32)

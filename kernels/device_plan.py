@@ -1,7 +1,7 @@
 """A plan on the device: one int32 buffer that holds every table of the forest, and the workspace for partial states.
 
-All sections lie in one tensor, so that a plan is one host-to-device copy. With a `PlanCapacity` the sections have fixed places
-and the launch grids fixed sizes; the counts are read on the device.
+All sections lie in one tensor, so that a plan is one host-to-device copy. With a `PlanCapacity` the sections have
+fixed places and the launch grids fixed sizes; the counts are read on the device.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ALIGN = 16  # int32 entries: sections start on 64 bytes, which Triton's 16-byte 
 class PlanCapacity:
     """The largest batch that a plan with fixed addresses must hold.
 
-    `max_rows` query tokens, `max_seqs` sequences, `max_blocks` entries in a table; `max_parts` partial states (default: four for
-    each row and 2,048 more), each `num_q_heads * v_head_dim` float32 of workspace.
+    `max_rows` query tokens, `max_seqs` sequences, `max_blocks` entries in a table; `max_parts` partial states
+    (default: four for each row and 2,048 more), each `num_q_heads * v_head_dim` float32 of workspace.
     """
 
     max_seqs: int

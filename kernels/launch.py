@@ -1,7 +1,7 @@
 """Launch decisions: a pure function from shape and device to configuration, over a shipped table.
 
-`tuning.json` is made by `bench/tune.py` on a card; where it has no entry for an architecture, its `default` list is used.
-Nothing is timed while serving.
+`tuning.json` is made by `bench/tune.py` on a card; where it has no entry for an architecture, its `default` list is
+used. Nothing is timed while serving.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class DeviceInfo:
 class TileConfig:
     """How one class of tiles runs.
 
-    `block_n` tokens a step, `num_warps`, `num_stages` of the load pipeline, `ctas_per_sm` resident programs the plan fills,
-    `split` runs whole tiles without masks first, `max_registers` 0: no cap.
+    `block_n` tokens a step, `num_warps`, `num_stages` of the load pipeline, `ctas_per_sm` resident programs the plan
+    fills, `split` runs whole tiles without masks first, `max_registers` 0: no cap.
     `ctas_beside` are the resident programs where a taller class runs at the same time.
     """
 
@@ -113,7 +113,7 @@ def fit_shared_memory(config: TileConfig, kv_bytes: int, block_d: int, tile_rows
 
 
 def uses_pairs(spec: AttentionSpec, tile_rows: int, arch: int, *, interpreted: bool) -> bool:
-    """Return whether fp8 KV is read as pairs (int16), which lets `ldmatrix` transpose it; narrow tiles on a GPU only."""
+    """Return whether fp8 KV is read as pairs (int16), which lets `ldmatrix` transpose it: narrow tiles, on a GPU."""
     return (
         spec.kv_dtype == torch.float8_e4m3fn and tile_rows < 64 and arch >= 89 and not interpreted
         and spec.head_dim % 2 == 0 and spec.v_head_dim % 2 == 0 and min(spec.head_dim, spec.v_head_dim) >= 32

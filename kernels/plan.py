@@ -79,10 +79,10 @@ class ForestPlan:
     def update(self, block_tables: Any | None, seq_lens: Any, query_lens: Any | None = None) -> bool:
         """Make this the plan of the next step's batch, in place; return whether the old cut could be kept.
 
-        `block_tables=None`: no table changed. The cut is kept if every sequence only grew at its end, by at most 64 tokens
-        since it was cut, with the same number of query tokens: then only lengths, and tables that changed, are uploaded.
-        Device addresses don't change for a plan with a capacity. O(table entries) compared, nothing at all without tables.
-        Raises `ValueError` as `plan_forest` does, and changes nothing then.
+        `block_tables=None`: no table changed. The cut is kept if every sequence only grew at its end, by at most 64
+        tokens since it was cut, with the same number of query tokens: then only lengths, and tables that changed, are
+        uploaded. Device addresses don't change for a plan with a capacity. O(table entries) compared, nothing at all
+        without tables. Raises `ValueError` as `plan_forest` does, and changes nothing then.
         """
         given = self.block_tables if block_tables is None else host_int32("block_tables", block_tables, 2)
         same = given is self.block_tables or np.array_equal(given, self.block_tables)
@@ -182,9 +182,9 @@ def plan_forest(
     all KV tokens of each sequence, those of this step included. `query_lens` int `[B]`: how many of them are new (the
     query tokens; default 1 each; 0 is allowed). Query token `j` sees the first `seq_len - query_len + j + 1` tokens.
 
-    `capacity` fixes device addresses and launch grids up to a largest batch, for CUDA graphs: capture any operation with this
-    plan, `update` it, replay. `sharing="none"` reads shared blocks once per sequence (for comparisons). The inputs are
-    copied. O(n log n + table entries); about 0.1 ms for 256 sequences of 4k tokens.
+    `capacity` fixes device addresses and launch grids up to a largest batch, for CUDA graphs: capture any operation
+    with this plan, `update` it, replay. `sharing="none"` reads shared blocks once per sequence (for comparisons). The
+    inputs are copied. O(n log n + table entries); about 0.1 ms for 256 sequences of 4k tokens.
     Raises `ValueError` for lengths that don't fit each other, the tables or the capacity.
     """
     tables = host_int32("block_tables", block_tables, 2).copy()

@@ -1,7 +1,8 @@
 """One compiled variant of a Triton kernel, launched without Triton's argument binding.
 
-Binding sixty arguments costs more than 100 us of Python, several times the kernel. What Triton would specialise on (pointer
-alignment, divisible integers) is the key of a small dictionary here; a hit launches the compiled kernel at once.
+Binding sixty arguments costs more than 100 us of Python, several times the kernel. What Triton would specialise on
+(pointer alignment, divisible integers) is the key of a small dictionary here; a hit launches the compiled kernel at
+once.
 """
 
 from __future__ import annotations

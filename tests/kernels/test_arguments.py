@@ -1,4 +1,4 @@
-"""Bad arguments: one error before any launch that names the tensor, what was expected and what came; nothing is changed."""
+"""Bad arguments: one error before any launch: the tensor, what was expected, what came; nothing is changed."""
 
 import pytest
 import torch

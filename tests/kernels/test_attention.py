@@ -1,4 +1,4 @@
-"""Attention of both backends against the float64 reference: shapes, masks, forests, the shape of failures reported in public."""
+"""Attention of both backends against the float64 reference: shapes, masks, forests, failures reported in public."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_every_dtype(make_batch, backend, dtype):
 @pytest.mark.parametrize("layout", ["NHD", "half"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
 def test_strides_change_nothing(make_batch, backend, layout, dtype):
-    shape = dict(backend=backend, kv_dtype=dtype, lens=(40, 7, 64), shared=[([0, 2], 2)])
+    shape = {"backend": backend, "kv_dtype": dtype, "lens": (40, 7, 64), "shared": [([0, 2], 2)]}
     plain, plain_lse = make_batch(**shape).run()
     out, lse = make_batch(**shape, layout=layout).run()
     assert torch.equal(out, plain) and torch.equal(lse, plain_lse)

@@ -198,7 +198,7 @@ def test_a_cached_prefix_gives_what_computing_it_gives(make_batch, backend, devi
     hit = make_batch(backend=backend, kv_dtype=FP8, lens=(40,), new=(4,))
     miss = make_batch(backend=backend, kv_dtype=FP8, lens=(40,), new=(40,))
     kv = torch.randn(2, 40, 2, 32, device=device)
-    scales = dict(k_scale=0.25, v_scale=0.5)
+    scales = {"k_scale": 0.25, "v_scale": 0.5}
     for batch in (hit, miss):
         pos = torch.arange(40)
         slots = (batch.tables[0, pos // 16].long() * 16 + pos % 16).to(device)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: 64-bit offsets in large pools, CUDA graphs, streams, very long contexts, the compile cache."""
+"""What only a GPU can show: 64-bit offsets, CUDA graphs, streams, very long contexts, the compile cache."""
 
 import math
 import os
@@ -186,7 +186,7 @@ else:
     built = 0
     for step in ("build", "serve"):
         subprocess.run([sys.executable, "-c", script, step], check=True, env=env, cwd=Path(__file__).parents[2])
-        kernels = {p for p in tmp_path.rglob("*.cubin")}
+        kernels = set(tmp_path.rglob("*.cubin"))
         if step == "serve":
             assert len(kernels) == built, sorted(p.name for p in kernels)
         built = len(kernels)

@@ -10,6 +10,7 @@ import grpc.aio
 from radixpool.rpc import limits
 from radixpool.rpc.security.client import ClientSecurity
 
+CONNECT_TIMEOUT_MS: Final = 5_000
 KEEPALIVE_TIME_MS: Final = 10_000
 KEEPALIVE_TIMEOUT_MS: Final = 5_000
 
@@ -20,8 +21,9 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     # A manager that restarts should be found again within a second, not after gRPC's default of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # What gRPC does with this one is to limit a single attempt, TLS handshake included: a busy machine needs its time.
+    ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
     # One connection per client: a shared one would hide that a client is gone.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),

@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 import sys
+import traceback
 from collections.abc import Iterable
 from contextvars import ContextVar
 from enum import StrEnum
@@ -22,6 +23,8 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 REQUEST_ID_KEY: Final = "x-request-id"
 """The metadata key that a caller may name its request by; failed calls carry it back in their trailers."""
 MAX_REQUEST_ID_CHARS: Final = 64
+MAX_FRAMES: Final = 8
+"""Innermost frames shown of an exception."""
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/-]+")
 
 FORBIDDEN: Final = frozenset(
@@ -89,6 +92,20 @@ def withhold_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> 
     return event
 
 
+def show_frames_only(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Replace an exception by its class and where it came from. A structlog processor.
+
+    Neither its message nor local variables are written: both can hold what a request held.
+    """
+    info = event.pop("exc_info", None)
+    error = sys.exc_info()[1] if info is True else info[1] if isinstance(info, tuple) else info
+    if isinstance(error, BaseException):
+        frames = traceback.extract_tb(error.__traceback__)
+        event["exception"] = type(error).__name__
+        event["frames"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-MAX_FRAMES:]]
+    return event
+
+
 def configure_logging(
     *, level: str = "info", form: LogFormat = LogFormat.CONSOLE, stream: TextIO | None = None
 ) -> None:
@@ -106,6 +123,7 @@ def configure_logging(
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         withhold_secrets,
+        show_frames_only,
     ]
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -125,5 +143,5 @@ def configure_logging(
 def _renderers(form: LogFormat, target: TextIO) -> list[Processor]:
     final: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if form is LogFormat.JSON:
-        return [*final, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        return [*final, structlog.processors.JSONRenderer()]
     return [*final, structlog.dev.ConsoleRenderer(colors=target.isatty())]

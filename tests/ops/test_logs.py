@@ -47,6 +47,25 @@ def test_forbidden_keys_and_bytes_never_come_out(output: io.StringIO, form: LogF
     assert "6 withheld" in output.getvalue()
 
 
+@pytest.mark.parametrize("form", list(LogFormat))
+def test_exceptions_show_where_but_neither_message_nor_locals(output: io.StringIO, form: LogFormat) -> None:
+    configure_logging(form=form, stream=output)
+
+    def fail() -> None:
+        prompt = "canary-in-a-local"
+        raise KeyError(prompt.replace("local", "message"))
+
+    for log in (structlog.get_logger().exception, logging.getLogger("grpc").exception):
+        try:
+            fail()
+        except KeyError:
+            log("it broke")
+    text = output.getvalue()
+    assert "canary" not in text
+    assert text.count("KeyError") == 2
+    assert text.count("test_logs.py") >= 2
+
+
 def test_level_filters_both(output: io.StringIO) -> None:
     configure_logging(level="warning", form=LogFormat.JSON, stream=output)
     structlog.get_logger().info("quiet")

@@ -4,6 +4,7 @@ The package knows block tables and pools, never the radix tree. `AttentionSpec` 
 plain torch on the CPU, Triton on CUDA; importing this package imports torch and never triton.
 """
 
+from radixpool.kernels.device_plan import PlanCapacity
 from radixpool.kernels.ops import (
     apply_rope,
     attend,
@@ -13,10 +14,10 @@ from radixpool.kernels.ops import (
     merge_states,
     write_kv,
 )
-from radixpool.kernels.device_plan import PlanCapacity
 from radixpool.kernels.plan import ForestPlan, plan_forest
 from radixpool.kernels.rope import RoPE
 from radixpool.kernels.spec import AttentionSpec, choose_backend
+from radixpool.kernels.tree_mask import TreeMask
 
 __all__ = [
     "AttentionSpec",
@@ -30,6 +31,7 @@ __all__ = [
     "copy_blocks",
     "gather_blocks",
     "RoPE",
+    "TreeMask",
     "apply_rope",
     "choose_backend",
 ]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from radixpool.kernels.tree_mask import MAX_TREE_NODES, TreeMask
+
 if TYPE_CHECKING:
     from radixpool.kernels.plan import ForestPlan
 
@@ -93,6 +95,15 @@ def check_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan,
         check_size("sinks", 0, sinks, spec.num_q_heads, "num_q_heads of the plan")
         check_dtype("sinks", sinks, (torch.float32,))
         check_device("sinks", sinks, k_pool.device)
+
+
+def check_tree(tree: TreeMask, plan: ForestPlan, q: Tensor) -> None:
+    """Check that a mask of draft trees has one entry a row, on the device of `q`, and that no tree is too large."""
+    check_size("tree.nodes", 0, tree.nodes, plan.num_rows, "query tokens of the plan")
+    check_device("tree.nodes", tree.nodes, q.device)
+    if plan.query_lens.size and plan.query_lens.max() > MAX_TREE_NODES:
+        longest = int(plan.query_lens.max())
+        raise ValueError(f"tree: expected at most {MAX_TREE_NODES} query tokens a sequence, got {longest}")
 
 
 def check_table_bounds(plan: ForestPlan, num_blocks: int) -> None:

@@ -60,9 +60,9 @@ def tile_scores(q, q_odd, k, PAIRS: tl.constexpr):
 
 @triton.jit
 def tile_step(
-    q, q_odd, k, v, cols, stop, limit, row_begin, k_scales, v_scales, qk_scale, soft_cap, top, total, acc, acc_odd,
-    PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-    LATE_SUM: tl.constexpr,
+    q, q_odd, k, v, cols, stop, limit, row_begin, context, nodes, k_scales, v_scales, qk_scale, soft_cap, top, total,
+    acc, acc_odd, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, TREE: tl.constexpr, LATE_SUM: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys and values into the running maximum, denominator and output (online softmax)."""
     x = tile_scores(q, q_odd, k, PAIRS)
@@ -74,6 +74,10 @@ def tile_step(
         qk_scale = 1.0
     if MASKED:
         seen = cols[None, :] < tl.minimum(limit, stop)[:, None]
+        if TREE:
+            node = cols[None, :] - context[:, None]
+            own = (nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63)) & 1
+            seen = seen & ((node < 0) | (own != 0))
         if WINDOW:
             seen = seen & (cols[None, :] >= row_begin[:, None])
             used = tl.max(seen.to(tl.int32), 0) > 0
@@ -104,19 +108,19 @@ def tile_step(
 @triton.jit
 def walk_tiles(
     q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, begin, stop, end, limit, row_begin,
-    qk_scale, soft_cap, top, total, acc, acc_odd,
+    context, nodes, qk_scale, soft_cap, top, total, acc, acc_odd,
     stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
     stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, SAME_STRIDES: tl.constexpr, LATE_SUM: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr, SAME_STRIDES: tl.constexpr, LATE_SUM: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens [begin, stop) of one table into the running state; with MASKED they end at `end` <= `stop`."""
     n = tl.arange(0, BN)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    # Block ids are loaded one step ahead: as loop-carried values they cost the pipeline of K and V no stage. They are masked
-    # by the width of the table, which is known at once; those past the end are never followed.
+    # Block ids are loaded one step ahead: as loop-carried values they cost the pipeline of K and V no stage. They are
+    # masked by the width of the table, which is known at once; those past the end are never followed.
     block = tl.load(table + block_of(begin + n, BLOCK_SIZE), mask=begin + n < table_tokens, other=0)
     for pos in tl.range(begin, stop, BN, num_stages=STAGES):
         cols = pos + n
@@ -147,8 +151,8 @@ def walk_tiles(
             k_scales = tl.load(ks_ptr, mask=cols < end, other=0.0)
             v_scales = tl.load(vs_ptr, mask=cols < end, other=0.0)
         top, total, acc, acc_odd = tile_step(
-            q, q_odd, k, v, cols, end, limit, row_begin, k_scales, v_scales, qk_scale, soft_cap, top, total, acc,
-            acc_odd, PAIRS, TOKEN_SCALES, CAP, WINDOW, MASKED, LATE_SUM,
+            q, q_odd, k, v, cols, end, limit, row_begin, context, nodes, k_scales, v_scales, qk_scale, soft_cap, top,
+            total, acc, acc_odd, PAIRS, TOKEN_SCALES, CAP, WINDOW, MASKED, TREE, LATE_SUM,
         )  # fmt: skip
     return top, total, acc, acc_odd
 
@@ -170,19 +174,20 @@ def load_record(record, exists):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def attend_items(
     Q, K, V, OUT, LSE, PART, PART_LSE, TABLES, SEQ_LENS, ITEMS, ROWS,
-    K_SCALE, V_SCALE, SINKS, scale, v_factor, soft_cap, window,
+    K_SCALE, V_SCALE, SINKS, NODES, DEPTHS, scale, v_factor, soft_cap, window,
     stride_q_row, stride_q_head, stride_table,
     stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
     stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TILE_DTYPE: tl.constexpr, PAIRS: tl.constexpr, HEAD_SCALES: tl.constexpr, TOKEN_SCALES: tl.constexpr,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, SPLIT: tl.constexpr,
-    SAME_STRIDES: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Run the items of one program for one KV head; grid (kv_heads, programs).
 
-    Item `program` is its first; the others lie together elsewhere. Few loads depend on one another: a cold one costs 1 us.
+    Item `program` is its first; the others lie together elsewhere. Few loads depend on one another: a cold one costs 1
+    us.
     """
     head = tl.program_id(0)
     cta = tl.program_id(1)
@@ -216,8 +221,16 @@ def attend_items(
         limit = tl.where(live, limit, 0)
         end = tl.where(end == TO_THE_END, tl.load(SEQ_LENS + seq) - after, end)
         row_begin = limit
+        context = 0
+        nodes = 0
+        if TREE:
+            # A draft node sees the tokens before the tree, and of the tree the nodes whose bits are set.
+            context = limit + tl.load(row_ptr + 2, mask=live, other=0) - tl.load(row_ptr + 3, mask=live, other=0)
+            nodes = tl.load(NODES + row, mask=live, other=0)
         if WINDOW:
             row_begin = limit - window
+            if TREE:
+                row_begin = context + tl.load(DEPTHS + row, mask=live, other=0) - window
             lowest = tl.min(tl.where(live, row_begin, TO_THE_END), 0)
             begin = tl.maximum(begin, tl.maximum(lowest, 0) // BN * BN)
         q_ptr = Q + row.to(tl.int64)[:, None] * stride_q_row + q_head[:, None] * stride_q_head
@@ -243,19 +256,19 @@ def attend_items(
             mid = begin + tl.maximum(tl.minimum(all_see, end) - begin, 0) // BN * BN
             top, total, acc, acc_odd = walk_tiles(
                 q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, begin, mid, mid, limit,
-                row_begin,
+                row_begin, context, nodes,
                 qk_scale, soft_cap, top, total, acc, acc_odd,
                 stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
                 stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
-                KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, False,
+                KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, False, False,
                 SAME_STRIDES, LATE_SUM,
             )  # fmt: skip
         top, total, acc, acc_odd = walk_tiles(
             q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, mid, end, end, limit, row_begin,
-            qk_scale, soft_cap, top, total, acc, acc_odd,
+            context, nodes, qk_scale, soft_cap, top, total, acc, acc_odd,
             stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
             stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
-            KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, True,
+            KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, True, TREE,
             SAME_STRIDES, LATE_SUM,
         )  # fmt: skip
         if LATE_SUM:

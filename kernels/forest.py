@@ -1,11 +1,12 @@
 """The forest plan: block tables of one batch -> work items, in numpy, on the host.
 
-Sequences whose tables begin with the same physical blocks share a path of a forest. After sorting the tables, every shared path is
-an interval of neighbours in the array of longest common prefixes; each worthwhile interval becomes one *segment* (its rows x
-its run of blocks), what is left of each sequence another. Segments are cut into tiles of at most 16 to 128 packed query
-rows, and the tiles of one height are cut along tokens so that all programs get the same amount of work (a wave that ends at
-once). Each shared block is read once per tile, each row's pieces are merged afterwards. Without sharing this is split-KV
-decoding with a balanced cut (stream-K). The idea of packing sharers: Hydragen (arXiv 2402.05099), FastTree (MLSys 2025).
+Sequences whose tables begin with the same physical blocks share a path of a forest. After sorting the tables, every
+shared path is an interval of neighbours in the array of longest common prefixes; each worthwhile interval becomes one
+*segment* (its rows x its run of blocks), what is left of each sequence another. Segments are cut into tiles of at most
+16 to 128 packed query rows, and the tiles of one height are cut along tokens so that all programs get the same amount
+of work (a wave that ends at once). Each shared block is read once per tile, each row's pieces are merged afterwards.
+Without sharing this is split-KV decoding with a balanced cut (stream-K). The idea of packing sharers: Hydragen (arXiv
+2402.05099), FastTree (MLSys 2025).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from radixpool.kernels.spec import AttentionSpec
 Array = NDArray[np.int32]
 Long = NDArray[np.int64]
 
-# An item is 16 int32 (one cache line serves two): row start, rows (0: nothing to do), table, begin, end, first part (-1: writes
-# the output), for the first item of a program how many more it has and where they lie, query tokens after its last row,
-# tokens that all its rows see, and room. A row is 4: row of q, sequence, query tokens after it, 0.
+# An item is 16 int32 (one cache line serves two): row start, rows (0: nothing to do), table, begin, end, first part
+# (-1: writes the output), for the first item of a program how many more it has and where they lie, query tokens after
+# its last row, tokens that all its rows see, and room. A row is 4: row of q, sequence, query tokens after it, 0.
 RECORD, ROW_RECORD = 16, 4
 TO_THE_END = np.iinfo(np.int32).max  # `end` of a sequence's last item: it grows with the length on the device
 ITEM_OVERHEAD_TOKENS = 128  # a new item refills the load pipeline: about 2 us of one program, in tokens
@@ -53,8 +54,9 @@ class Segments:
 class Forest:
     """The cut batch, all int32 host arrays.
 
-    `items[h]` `[n, RECORD]` are the items of tile height `h`: first the first item of each of `programs[h]` programs, then
-    the others. `rows` `[num_rows, ROW_RECORD]` lists query rows as items use them. `merge_rows` are rows made of several (or no) partial states, listed in `merge_parts` by `merge_starts`.
+    `items[h]` `[n, RECORD]` are the items of tile height `h`: first the first item of each of `programs[h]` programs,
+    then the others. `rows` `[num_rows, ROW_RECORD]` lists query rows as items use them. `merge_rows` are rows made of
+    several (or no) partial states, listed in `merge_parts` by `merge_starts`.
     """
 
     items: dict[int, Array]
@@ -233,8 +235,8 @@ def even_piece(length: Long, programs: int) -> int:
 def cut_tokens(length: Long, programs: int, *, merging: bool) -> tuple[Long, Long, Long, Long]:
     """Cut tiles of the given lengths along tokens for at most `programs` programs.
 
-    Returns for each piece its tile, its first and last token within the tile, and `starts` `[programs + 1]`. Whole tiles are kept
-    together if that balances well and nothing else needs merging.
+    Returns for each piece its tile, its first and last token within the tile, and `starts` `[programs + 1]`. Whole
+    tiles are kept together if that balances well and nothing else needs merging.
     """
     before = np.cumsum(length) - length
     total = int(length.sum())
@@ -263,8 +265,8 @@ def merge_lists(
 ) -> tuple[Long, Long, Long, Long, int]:  # fmt: skip
     """Number the partial states and list them by row.
 
-    Returns each piece's first part (-1: the piece alone makes all its rows and writes the output), the rows to merge, their
-    `starts` and parts, and how many parts there are.
+    Returns each piece's first part (-1: the piece alone makes all its rows and writes the output), the rows to merge,
+    their `starts` and parts, and how many parts there are.
     """
     owner = np.repeat(np.arange(len(pieces_rows)), pieces_rows)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(pieces_rows) - pieces_rows, pieces_rows)
@@ -354,7 +356,8 @@ def build_forest(
         items[height] = first_items_first(records[done : done + program[-1]], program)
         done += int(program[-1])
     rows = np.zeros((num_rows, ROW_RECORD), np.int32)
-    for i, column in enumerate((sorted_rows, row_seq[sorted_rows], row_back[sorted_rows])):
+    of_row = row_seq[sorted_rows]
+    for i, column in enumerate((sorted_rows, of_row, row_back[sorted_rows], new[of_row])):
         rows[:, i] = column
     lengths = segments.end - segments.begin
     return Forest(

@@ -19,6 +19,7 @@ from radixpool.kernels import checks, torch_backend
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
 from radixpool.kernels.spec import Backend, choose_backend
+from radixpool.kernels.tree_mask import TreeMask
 
 MAX_DECODE_QUERY_LEN = 8
 MAX_KINDS = 64  # kinds of calls that a plan remembers as checked
@@ -40,10 +41,10 @@ def write_kv(
     """Write the KV of `T` new tokens into their slots of the pool.
 
     `k` `[T, kv_heads, D]` and `v` `[T, kv_heads, Dv]` have the pool's dtype, or any float dtype if the pool is fp8
-    e4m3. `slot_mapping` int `[T]`: slot of each token; -1 writes nothing. With an fp8 pool the stored value is `x / scale`,
-    saturated at ±448; a scale is a number, `[1]`, `[kv_heads]`, or a float32 pool `[num_blocks, kv_heads, block_size]`,
-    which is then written too (amax / 448 of each token and head). `rope` turns `k` first, rounded to its dtype, as
-    `apply_rope` would.
+    e4m3. `slot_mapping` int `[T]`: slot of each token; -1 writes nothing. With an fp8 pool the stored value is `x /
+    scale`, saturated at ±448; a scale is a number, `[1]`, `[kv_heads]`, or a float32 pool `[num_blocks, kv_heads,
+    block_size]`, which is then written too (amax / 448 of each token and head). `rope` turns `k` first, rounded to its
+    dtype, as `apply_rope` would.
 
     Slots are not checked unless `debug`. Two tokens must not share a slot. O(T * kv_heads * D).
     """
@@ -99,7 +100,8 @@ def tensor_kind(x: Any) -> Any:
 def extend(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float | None = None, window: int = 0,
     soft_cap: float = 0.0, sinks: Tensor | None = None, k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None, debug: bool = False,
+    v_scale: float | Tensor | None = None, tree: TreeMask | None = None, out: Tensor | None = None,
+    lse: Tensor | None = None, debug: bool = False,
 ) -> Tensor:  # fmt: skip
     """Causal attention of a ragged batch (prefill, extend and decode rows mixed) over the paged pool.
 
@@ -108,6 +110,8 @@ def extend(
     lets a query see its last W tokens only, itself included. `sinks` float32 `[Hq]` are logits that take weight but
     bring no value. fp8 pools: `k_scale`, `v_scale` as in `write_kv`. `lse` float32 `[num_rows, Hq]`, if given,
     receives the natural log of the softmax denominator (a sink counts). A row that sees nothing gives 0 and -inf.
+    `tree` makes the query tokens of each sequence nodes of a draft tree: they see the tokens before them all, and of
+    one another only what the mask says; their place for `window` is then their depth.
 
     The KV of the new tokens must already be in the pool. `debug=True` checks all block ids first.
     O(sum of query_len * seq_len * Hq * D) work; each block that several sequences share is read once for all of them.
@@ -117,7 +121,8 @@ def extend(
     if window < 0 or soft_cap < 0:
         raise ValueError(f"window, soft_cap: expected no negative value, got {window}, {soft_cap}")
     kind = (tensor_kind(q), tensor_kind(k_pool), tensor_kind(v_pool), tensor_kind(sinks), tensor_kind(k_scale),
-            tensor_kind(v_scale), tensor_kind(out), tensor_kind(lse), plan.num_rows)  # fmt: skip
+            tensor_kind(v_scale), tensor_kind(out), tensor_kind(lse), tree is None,
+            plan.num_rows)  # fmt: skip
     if kind not in plan.checked:
         checks.check_attention(q, k_pool, v_pool, plan, sinks)
         checks.check_scale("k_scale", k_scale, k_pool)
@@ -125,6 +130,8 @@ def extend(
         checked_output("out", out, q, (*q.shape[:2], plan.spec.v_head_dim), q.dtype)
         if lse is not None:
             checked_output("lse", lse, q, tuple(q.shape[:2]), torch.float32)
+        if tree is not None:
+            checks.check_tree(tree, plan, q)
         if len(plan.checked) >= MAX_KINDS:
             plan.checked.clear()
         plan.checked.add(kind)
@@ -135,7 +142,7 @@ def extend(
     impl = implementation(plan.spec.backend, q.device)
     impl.attention(
         q, k_pool, v_pool, plan, scale=1 / math.sqrt(q.shape[2]) if scale is None else scale, window=window,
-        soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, kind=kind,
+        soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, kind=kind, tree=tree,
     )  # fmt: skip
     return out
 

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from radixpool.kernels.tree_mask import TreeMask
+
 
 def dequantised(x: Tensor, scale: float | Tensor | None, blocks: Tensor) -> Tensor:
     """Return the blocks `blocks` of a pool as float64 `[n, kv_heads, block_size, D]`, times their scales."""
@@ -45,9 +47,15 @@ def attend_row(
     return torch.einsum("hn,nhd->hd", weights, vv), lse
 
 
+def tree_positions(nodes: int, context: int, limit: int, window: int) -> Tensor:
+    """Return the positions that a draft node sees: the context and, of the tree, its path; at most the last `window`."""
+    path = [*range(context), *(p for p in range(context, limit) if nodes >> (p - context) & 1)]
+    return torch.tensor(path[-window:] if window else path, dtype=torch.int64)
+
+
 def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, block_tables: Tensor, seq_lens: Tensor, query_lens: Tensor, *,
-    scale: float, window: int = 0, soft_cap: float = 0.0, sinks: Tensor | None = None,
+    scale: float, tree: TreeMask | None = None, window: int = 0, soft_cap: float = 0.0, sinks: Tensor | None = None,
     k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal ragged attention over the pool: the result of `extend` and `attend`, in float64."""
@@ -58,8 +66,11 @@ def attention(
         for j in range(query_len):
             limit = max(0, seq_len - query_len + j + 1)
             first = max(0, limit - window) if window else 0
+            seen = torch.arange(first, limit)
+            if tree is not None:
+                seen = tree_positions(int(tree.nodes[row]), seq_len - query_len, limit, window)
             o, lse = attend_row(
-                q[row], k[first:limit], v[first:limit], scale=scale, soft_cap=soft_cap, sinks=sinks
+                q[row], k[seen], v[seen], scale=scale, soft_cap=soft_cap, sinks=sinks
             )  # fmt: skip
             outs.append(o)
             lses.append(lse)

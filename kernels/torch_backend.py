@@ -13,6 +13,7 @@ from torch import Tensor
 
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
+from radixpool.kernels.tree_mask import MAX_TREE_NODES, TreeMask
 
 FP8_MAX = 448.0
 TILE_TOKENS = 512  # KV positions of one step of the CPU's attention; part of its results' bits
@@ -41,14 +42,27 @@ def tile_mask(query_len: int, seq_len: int, start: int, end: int, window: int, d
     return (pos < limit) & (pos >= limit - window) if window else pos < limit
 
 
+def tree_tile_mask(nodes: Tensor, depths: Tensor, context: int, start: int, window: int) -> Tensor:
+    """Return bool `[query_len, TILE_TOKENS]` for draft nodes: what they see of the context and of one another."""
+    pos = torch.arange(start, start + TILE_TOKENS, device=nodes.device)[None, :]
+    node = pos - context
+    own = (nodes[:, None] >> node.clamp(0, MAX_TREE_NODES - 1)) & 1 != 0
+    earlier = node <= torch.arange(len(nodes), device=nodes.device)[:, None]
+    before = node < 0
+    if window:
+        before = before & (pos >= context + depths[:, None] - window)
+    return before | (own & earlier & (node >= 0))
+
+
 def attend_one(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, soft_cap: float, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, soft_cap: float, sinks: Tensor | None,
+    tree: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend `q` `[Lq, Hq, D]` to one sequence; return float32 `[Lq, Hq, Dv]` and natural-log LSE `[Lq, Hq]`.
 
-    KV is walked in tiles that start at position 0 and rows are padded to at least four, because the CPU's matrix product gives a
-    row the same bits among four or more. So a row's result depends on its own tokens only: not on the batch, nor on
-    where a prompt was cut into chunks. A tile that a row can't see changes none of its bits.
+    KV is walked in tiles that start at position 0 and rows are padded to at least four, because the CPU's matrix
+    product gives a row the same bits among four or more. So a row's result depends on its own tokens only: not on the
+    batch, nor on where a prompt was cut into chunks. A tile that a row can't see changes none of its bits.
     """
     query_len, seq_len, kv_heads = q.shape[0], k.shape[2], k.shape[1]
     rows = F.pad(q.float(), (0, 0, 0, 0, 0, max(0, MIN_ROWS - query_len)))
@@ -68,8 +82,11 @@ def attend_one(
         scores = torch.matmul(grouped, keys.transpose(1, 2)) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        if window or end > seq_len - query_len + 1 or end - start < TILE_TOKENS:
-            mask = tile_mask(query_len, seq_len, start, start + TILE_TOKENS, window, q.device)
+        if tree is not None or window or end > seq_len - query_len + 1 or end - start < TILE_TOKENS:
+            if tree is None:
+                mask = tile_mask(query_len, seq_len, start, start + TILE_TOKENS, window, q.device)
+            else:
+                mask = tree_tile_mask(*tree, seq_len - query_len, start, window)
             mask = F.pad(mask, (0, 0, 0, len(rows) - query_len))
             scores = scores.unflatten(1, (group, -1)).masked_fill(~mask, -math.inf).flatten(1, 2)
         new_top = torch.maximum(top, scores.amax(-1))
@@ -88,7 +105,7 @@ def attend_one(
 def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float, window: int, soft_cap: float,
     sinks: Tensor | None, k_scale: float | Tensor | None, v_scale: float | Tensor | None, out: Tensor,
-    lse: Tensor | None, kind: object = None,
+    lse: Tensor | None, kind: object = None, tree: TreeMask | None = None,
 ) -> None:  # fmt: skip
     """Write causal attention of the planned batch to `out` (and `lse`). O(sum of query_len * seq_len)."""
     for i, blocks_needed in enumerate(plan.blocks_needed.tolist()):
@@ -98,7 +115,8 @@ def attention(
         blocks = torch.from_numpy(plan.block_tables[i, :blocks_needed]).long().to(k_pool.device)
         k = gather_kv(k_pool, blocks, seq_len, k_scale)
         v = gather_kv(v_pool, blocks, seq_len, v_scale)
-        o, m = attend_one(q[start:end], k, v, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+        nodes = None if tree is None else tuple(x[start:end] for x in tree.within(window))
+        o, m = attend_one(q[start:end], k, v, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, tree=nodes)
         out[start:end] = o.to(out.dtype)
         if lse is not None:
             lse[start:end] = m

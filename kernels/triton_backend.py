@@ -1,7 +1,8 @@
 """The Triton backend: turns checked arguments into launches. Device code lives in `device_attend.py`, `device_copy.py`.
 
-Attention is up to four launches of `attend_items`, one per tile height in use, and one of `merge_partials`. Where the device
-has programmatic dependent launch they overlap: each starts when the one before has started, and waits for it at its end.
+Attention is up to four launches of `attend_items`, one per tile height in use, and one of `merge_partials`. Where the
+device has programmatic dependent launch they overlap: each starts when the one before has started, and waits for it at
+its end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from radixpool.kernels.launch import TileConfig, next_power_of_two, uses_pairs
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
 from radixpool.kernels.spec import AttentionSpec
+from radixpool.kernels.tree_mask import TreeMask
 from radixpool.kernels.variant import INTERPRETED, KernelVariant
 
 Scale = float | Tensor | None
@@ -64,6 +66,7 @@ class Features:
     window: bool = False
     sinks: bool = False
     lse: bool = False
+    tree: bool = False
     same_strides: bool = True
     pdl: bool = False
 
@@ -83,7 +86,8 @@ def attend_variant(
         "BM": tile_rows, "BN": config.block_n, "STAGES": config.num_stages, "TILE_DTYPE": TRITON_DTYPES[tile_dtype],
         "PAIRS": pairs, "HEAD_SCALES": features.head_scales, "TOKEN_SCALES": features.token_scales,
         "CAP": features.cap, "WINDOW": features.window, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse,
-        "SPLIT": config.split and not features.window and not features.token_scales,
+        "TREE": features.tree,
+        "SPLIT": config.split and not (features.window or features.token_scales or features.tree),
         "SAME_STRIDES": features.same_strides, "PDL": features.pdl,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -144,6 +148,7 @@ class BoundCall:
 def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float, window: int, soft_cap: float,
     sinks: Tensor | None, k_scale: Scale, v_scale: Scale, out: Tensor, lse: Tensor | None, kind: tuple[Any, ...],
+    tree: TreeMask | None = None,
 ) -> None:  # fmt: skip
     """Launch attention for a planned batch; writes every row of `out` and `lse`. Calls of one `kind` share their binding."""
     on_device = plan.device_plan
@@ -151,13 +156,13 @@ def attention(
     k_number, v_number, k_tensor, v_tensor = split_scales(k_scale, v_scale)
     aligned = (q.data_ptr() | k_pool.data_ptr() | v_pool.data_ptr() | out.data_ptr()) % 16 == 0
     token_scales = k_tensor is not None and k_tensor.ndim == 3
-    fast = None if token_scales else fast_extend(plan, k_pool, v_pool)
+    fast = None if token_scales or tree is not None else fast_extend(plan, k_pool, v_pool)
     key = (kind, window > 0, soft_cap > 0, aligned, fast is not None)
     bound = on_device.bound.get(key)
     if bound is None:
         features = Features(
             head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
-            window=window > 0, sinks=sinks is not None, lse=lse is not None,
+            window=window > 0, sinks=sinks is not None, lse=lse is not None, tree=tree is not None,
             same_strides=k_pool.stride() == v_pool.stride(), pdl=on_device.device.pdl,
         )  # fmt: skip
         bound = on_device.bound[key] = BoundCall(
@@ -170,13 +175,14 @@ def attention(
         )  # fmt: skip
     sections, part, dummy = on_device.sections, on_device.part, on_device.part_lse
     lse_out, sinks_in = (dummy if lse is None else lse), (dummy if sinks is None else sinks)
+    nodes, depths = (dummy, dummy) if tree is None else tree.within(window)
     numbers = (scale * k_number, v_number, float(soft_cap), window)
     scales = (*scale_strides(k_tensor), *scale_strides(v_tensor))
     for variant, grid, items, pairs, strides in bound.items:
         k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
         variant.launch(grid, (
             q, k, v, out, lse_out, part, dummy, on_device.tables, sections["lens"], items, sections["rows"],
-            dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor, sinks_in, *numbers,
+            dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor, sinks_in, nodes, depths, *numbers,
             *strides, *scales,
         ), key)  # fmt: skip
     if on_device.merge_grid:

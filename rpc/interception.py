@@ -19,8 +19,10 @@ def behavior_of(handler: Handler) -> Behavior:
     return behavior
 
 
-def with_behavior(handler: Handler, behavior: Behavior) -> Handler:
-    """Return a handler of the same kind and codec as `handler` that runs `behavior`."""
+def with_behavior(
+    handler: Handler, behavior: Behavior, *, deserializer: Callable[[bytes], Any] | None = None
+) -> Handler:
+    """Return a handler of the same kind as `handler` that runs `behavior`; its codec too unless another is given."""
     make: Callable[..., Handler]
     if handler.request_streaming:
         streamed = grpc.stream_stream_rpc_method_handler
@@ -30,7 +32,7 @@ def with_behavior(handler: Handler, behavior: Behavior) -> Handler:
         make = streamed if handler.response_streaming else grpc.unary_unary_rpc_method_handler
     return make(
         behavior,
-        request_deserializer=handler.request_deserializer,
+        request_deserializer=deserializer or handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NoReturn
 
 import grpc
+from google.protobuf import empty_pb2
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from radixpool.rpc.interception import Behavior, Continuation, Handler, behavior_of, with_behavior
 from radixpool.rpc.status import row_of, status_from_error
 
 _LOG = logging.getLogger(__name__)
+MALFORMED: Final = empty_pb2.Empty()
+"""Stands for a request that could not be read. A message without fields, so that other interceptors can look at it."""
 
 
 class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
@@ -43,7 +47,39 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # gen
 
 def _wrap(handler: Handler) -> Handler:
     guard = _guard_stream if handler.response_streaming else _guard_unary
-    return with_behavior(handler, guard(behavior_of(handler)))
+    behavior = _check_stream(behavior_of(handler)) if handler.request_streaming else _check_one(behavior_of(handler))
+    return with_behavior(handler, guard(behavior), deserializer=_lenient(handler.request_deserializer))
+
+
+def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """Return a deserializer that gives `MALFORMED` for bytes that are no message.
+
+    gRPC for Python ends such a call with INTERNAL and never frees its stream, so that a connection is refused for good
+    after as many of them as it may have streams.
+    """
+    assert deserializer is not None, "every method takes a message"
+
+    def deserialize(packed: bytes) -> Any:
+        try:
+            return deserializer(packed)
+        except DecodeError:
+            return MALFORMED
+
+    return deserialize
+
+
+def _check_one(behavior: Behavior) -> Behavior:
+    return lambda request, context: behavior(_checked(request), context)
+
+
+def _check_stream(behavior: Behavior) -> Behavior:
+    return lambda requests, context: behavior(map(_checked, requests), context)
+
+
+def _checked(request: Any) -> Any:
+    if request is MALFORMED:
+        raise ValueError("the request's bytes are not a message of its type")
+    return request
 
 
 def _guard_unary(behavior: Behavior) -> Behavior:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
 from radixpool.radix import Namespace
@@ -64,7 +65,7 @@ def print_tree(view: inspection.TreeView) -> None:
         if node.namespace is not None and (not roots or node.level == 0):
             roots.append(Tree(f"[bold]{escape(namespace_text(node.namespace))}[/]"))
         del path[node.level :]
-        path.append((path[-1] if path else roots[-1]).add(_node_text(node, view.block_size)))
+        path.append((path[-1] if path else roots[-1]).add(_one_line(_node_text(node, view.block_size))))
     for root in _merged(roots):
         console.print(root)
     if view.total_nodes > len(view.nodes):
@@ -153,6 +154,13 @@ def _node_text(node: inspection.TreeNode, block_size: int) -> str:
         f"{num_blocks:,} block{'s' if num_blocks != 1 else ''}: {', '.join(ranges(node.block_ids))}; "
         f"holders {node.holders:,}, last use {node.last_use:,}"
     )
+
+
+def _one_line(markup: str) -> Text:
+    """Return a text that is cut at the edge of the terminal instead of wrapped."""
+    text = Text.from_markup(markup, overflow="ellipsis")
+    text.no_wrap = True
+    return text
 
 
 def _merged(roots: list[Tree]) -> list[Tree]:

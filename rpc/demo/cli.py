@@ -27,7 +27,7 @@ from radixpool.rpc.worker.model_source import DEFAULT_MODEL
     help="JSON or JSONL, also .xz or .gz: OpenAI-style message lists, or records that hold one under messages or traj.",
 )
 @click.option("--limit", type=click.IntRange(1), help="Use the first N conversations that fit the model's context.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=16, show_default=True, help="Tokens per answer.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=12, show_default=True, help="Tokens per answer.")
 @click.option(
     "--compare",
     type=click.IntRange(0),

@@ -45,7 +45,7 @@ class DemoOptions:
     model: str
     conversations: Path | None = None
     limit: int | None = None
-    max_new_tokens: int = 16
+    max_new_tokens: int = 12
     compare: int | None = None
     num_workers: int = 2
     num_frontends: int = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from radixpool.rpc.address import parse_address
 from radixpool.rpc.cli.options import address_option, usage_errors
 from radixpool.rpc.cli.running import announce, log_to_stderr, ready_fd_option, stop_on_signals
 from radixpool.rpc.pool.geometry import DTYPE_BYTES, pool_bytes
@@ -59,5 +60,6 @@ def command(address: str, model: str, dtype: str, socket_address: str | None, na
         announce(f"radixpool pool ready ({size}, for {spec.model})", address, ready_fd=ready_fd)
 
     with usage_errors():
-        options = HolderOptions(manager=address, name=name, socket_address=socket_address)
-        HolderProcess(options, make_spec, stop=stop_on_signals()).run(on_ready)
+        parse_address(address)
+    options = HolderOptions(manager=address, name=name, socket_address=socket_address)
+    HolderProcess(options, make_spec, stop=stop_on_signals()).run(on_ready)

@@ -70,7 +70,7 @@ def command(
     try:
         import torch
 
-        from radixpool.rpc.worker.process import WorkerOptions, run_worker
+        from radixpool.rpc.worker.process import WorkerOptions, check_options, run_worker
     except ImportError as error:
         raise click.ClickException(f"a worker needs {error.name}: pip install 'radixpool[worker]'") from error
     torch.set_num_threads(threads)
@@ -86,7 +86,8 @@ def command(
             credentials=credentials,
             stop=stop_on_signals(),
         )
-        run_worker(source, options, on_ready=lambda at: announce(_ready(source.name, at), at, ready_fd=ready_fd))
+        check_options(options)
+    run_worker(source, options, on_ready=lambda at: announce(_ready(source.name, at), at, ready_fd=ready_fd))
 
 
 def _ready(model: str, address: str) -> str:

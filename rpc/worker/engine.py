@@ -134,6 +134,7 @@ class Engine:
         tokens = self._forward(chunks)
         if tokens is not None:
             self._advance(chunks, tokens)
+        self._confirm()
         return True
 
     def interrupt(self, error: Exception) -> None:
@@ -270,16 +271,15 @@ class Engine:
         try:
             tokens = self._runner.forward(batch)
         except OutOfMemory as error:
-            self._passes += 1
             self._shrink(chunks, error)
             return None
         except Exception:
-            self._passes += 1
             log.exception("a forward pass of %d tokens failed", batch.num_tokens)
-            for sequence in [self._running[chunk.index] for chunk in chunks]:
-                self._end(sequence, InternalError("the forward pass failed; see the worker's log"))
+            for chunk in chunks:
+                self._running[chunk.index].error = InternalError("the forward pass failed; see the worker's log")
             return None
-        self._passes += 1
+        finally:
+            self._passes += 1
         self._completed_steps += 1
         self._computed_tokens += batch.num_tokens
         self._token_budget = min(self._limits.token_budget, self._token_budget + self._limits.block_size)
@@ -290,20 +290,23 @@ class Engine:
         batch_tokens = sum(chunk.end - chunk.start for chunk in chunks)
         log.warning("out of memory with %d tokens in a step: %s", batch_tokens, error)
         if batch_tokens == 1:
-            self._end(self._running[chunks[0].index], error)
+            self._running[chunks[0].index].error = error
         self._token_budget = max(1, batch_tokens // 2)
 
     def _advance(self, chunks: Sequence[Chunk], tokens: Sequence[int]) -> None:
-        """Take over what a pass computed: append the sampled tokens, commit, extend, release what is finished.
-
-        Every running sequence is named to the cache, so that the next pass touches none that is gone by now.
-        """
+        """Take over what a pass computed."""
         sampled = iter(tokens)
         for chunk in chunks:
             sequence = self._running[chunk.index]
             sequence.computed = chunk.end
             if chunk.end == len(sequence.tokens):
                 self._append_token(sequence, next(sampled))
+
+    def _confirm(self) -> None:
+        """Commit, extend and release after a pass, in one round trip; then stream, and end what is over.
+
+        Every running sequence is named to the cache, so that the next pass touches none that is gone by now.
+        """
         named = list(self._running)
         self._apply([(sequence, operation) for sequence in named for operation in self._report(sequence)])
         for sequence in named:

@@ -72,7 +72,7 @@ class ManagerLink:
             raise CacheLost("not connected to the manager")
         try:
             return self._session.batch(operations, steps=steps)
-        except RadixPoolError as error:
+        except (RadixPoolError, ValueError, TypeError) as error:  # also a batch that the manager does not understand
             raise CacheLost(str(error)) from error
 
     def close(self) -> None:

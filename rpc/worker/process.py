@@ -8,20 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from radixpool.radix.errors import RadixPoolError
+from radixpool.rpc.address import parse_address
 from radixpool.rpc.errors import ManagerUnavailable
 from radixpool.rpc.worker.cache_port import CacheLost
 from radixpool.rpc.worker.engine import Engine
+from radixpool.rpc.worker.errors import InternalError
 from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.manager_link import ManagerLink
 from radixpool.rpc.worker.model import ModelRunner, end_of_sequence_ids, load_model
 from radixpool.rpc.worker.model_source import ModelSource
-from radixpool.rpc.worker.server import start_server
+from radixpool.rpc.worker.server import require_local, start_server
 from radixpool.rpc.worker.service import WorkerServicer
 
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.05
 _STOP_GRACE_S = 5.0
+_RECONNECT_PAUSE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,12 @@ class WorkerOptions:
     max_waiting: int = 256
     connect_timeout_s: float = 60.0
     stop: threading.Event = field(default_factory=threading.Event)
+
+
+def check_options(options: WorkerOptions) -> None:
+    """Raise ValueError for an address that is malformed, or that `listen` must not be."""
+    parse_address(options.manager)
+    require_local(options.listen)
 
 
 def run_worker(source: ModelSource, options: WorkerOptions, *, on_ready: Callable[[str], None]) -> None:
@@ -100,10 +109,21 @@ def _drive(engine: Engine, runner: ModelRunner, link: ManagerLink, stop: threadi
         except CacheLost as lost:
             log.warning("lost the manager: %s", lost)
             engine.interrupt(ManagerUnavailable(f"the sequence was lost with the manager: {lost}"))
-            try:
-                link.connect()
-            except RadixPoolError:
-                if not stop.is_set():
-                    raise
-            runner.use_pool(link.pool)  # refuses one of another shape
-            log.info("connected again")
+            _reconnect(runner, link, stop)
+        except Exception:
+            log.exception("a step failed; its requests end, the worker goes on")
+            engine.fail_all(InternalError("the worker failed; see its log"))
+            _reconnect(runner, link, stop)  # gives back what the requests held
+
+
+def _reconnect(runner: ModelRunner, link: ManagerLink, stop: threading.Event) -> None:
+    if stop.wait(_RECONNECT_PAUSE_S):
+        return
+    try:
+        link.connect()
+    except RadixPoolError:
+        if stop.is_set():
+            return
+        raise
+    runner.use_pool(link.pool)  # refuses one of another shape
+    log.info("connected again")

@@ -10,7 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from radixpool.rpc import limits
-from radixpool.rpc.address import TcpAddress, UnixAddress, parse_address
+from radixpool.rpc.address import Address, TcpAddress, UnixAddress, parse_address
 from radixpool.rpc.errors import AddressInUse
 from radixpool.rpc.pool.sockets import remove_stale_socket
 from radixpool.rpc.security.credentials import CredentialFile
@@ -64,10 +64,16 @@ def start_server(servicer: WorkerServicer, *, listen: str, max_requests: int, cr
     return RunningServer(server, address)
 
 
-def _bind(server: grpc.Server, listen: str) -> str:
+def require_local(listen: str) -> Address:
+    """Return the address to listen on. Raises ValueError for one that other machines can reach."""
     parsed = parse_address(listen)
     if not parsed.is_local:
         raise ValueError(f"listen must be a unix socket or a loopback address, got {listen!r}")
+    return parsed
+
+
+def _bind(server: grpc.Server, listen: str) -> str:
+    parsed = require_local(listen)
     try:
         if isinstance(parsed, UnixAddress):
             remove_stale_socket(parsed.path)

@@ -11,6 +11,7 @@ import pytest
 
 from radixpool.radix import Namespace, RadixCache
 from radixpool.rpc.generation import GenerateFinished, GenerateStarted, GenerateTokens, SamplingParams
+from radixpool.rpc.operations import StepReport
 from radixpool.rpc.worker.cache_port import LocalPort
 from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.limits import EngineLimits
@@ -39,7 +40,8 @@ def continuation(prompt: Sequence[int], sampling: SamplingParams, eos: frozenset
 class EchoRunner:
     """A `Runner` whose KV of a token is the token itself, in a paged pool of numpy."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, on_forward=lambda _batch: None) -> None:
+        self.on_forward = on_forward
         self.pool = np.full((num_blocks, block_size), EMPTY, np.int64)
         self.computed_tokens = 0
         self.fail_with: list[Exception] = []
@@ -48,6 +50,7 @@ class EchoRunner:
         return sampling
 
     def forward(self, batch: StepBatch) -> list[int]:
+        self.on_forward(batch)
         if self.fail_with:
             raise self.fail_with.pop()
         self.computed_tokens += batch.num_tokens
@@ -63,19 +66,56 @@ class EchoRunner:
         return next_token(read.tolist())
 
 
+class CheckedPort(LocalPort):
+    """Holds the engine to the contract of step reports: they never go back, and a step begins only after a batch that
+    announced it and named every sequence of the step."""
+
+    def __init__(self, cache: RadixCache) -> None:
+        super().__init__(cache)
+        self.reports: list[StepReport] = []
+        self.named: set[bytes | None] = set()
+
+    def batch(self, operations, /, *, steps=None):
+        results = super().batch(operations)
+        if steps is not None:
+            self._check(steps)
+            for operation, result in zip(operations, results, strict=True):
+                self.named.update(getattr(operation, "handles", ()) or {getattr(operation, "handle", None)})
+                self.named.add(getattr(result, "handle", None))
+        return results
+
+    def _check(self, steps: StepReport) -> None:
+        last = self.reports[-1] if self.reports else StepReport(0, 0)
+        assert last.completed_step <= steps.completed_step <= steps.launched_step <= steps.completed_step + 1
+        assert last.launched_step <= steps.launched_step
+        if steps.launched_step > last.launched_step:
+            self.named.clear()
+        self.reports.append(steps)
+
+    def check_launch(self, handles: set[bytes]) -> None:
+        """Called when a pass begins."""
+        report = self.reports[-1]
+        assert report.launched_step == report.completed_step + 1, "a step that was not announced"
+        assert handles <= self.named, "a step touches a sequence that the batch before it did not name"
+
+
 class Harness:
     """An engine over a `RadixCache` of this process, driven step by step, with a clock that the test moves."""
 
     def __init__(self, *, num_blocks: int = 64, block_size: int = 4, **limits: object) -> None:
         self.cache = RadixCache(num_blocks=num_blocks, block_size=block_size)
-        self.port = LocalPort(self.cache)
-        self.runner = EchoRunner(num_blocks, block_size)
+        self.port = CheckedPort(self.cache)
+        self.runner = EchoRunner(num_blocks, block_size, on_forward=self._check_launch)
         self.now = 0.0
         self.steps = 0
         self.cache.add_worker("engine")
         sizes = {"context_tokens": 10_000, "vocab_size": VOCAB, "retry_interval_s": 0.0} | limits
         self.limits = EngineLimits(num_blocks=num_blocks, block_size=block_size, **sizes)  # type: ignore[arg-type]
         self.engine = Engine(self.port, self.runner, limits=self.limits, clock=lambda: self.now)
+
+    def _check_launch(self, batch: StepBatch) -> None:
+        handles = {sequence.block_table.tobytes(): sequence.handle for sequence in self.engine._running}
+        self.port.check_launch({handles[table.tobytes()] for table in batch.block_tables})
 
     def submit(
         self, prompt: Sequence[int], max_new_tokens: int = 4, *, namespace: Namespace | None = None, **sampling: object

@@ -139,7 +139,7 @@ def machine(make_harness, answer_of, expected_tokens):
 def test_outputs_are_right_whatever_happens(make_harness, answer_of, expected_tokens):
     run = machine(make_harness, answer_of, expected_tokens).TestCase
     run.settings = settings(
-        max_examples=int(os.environ.get("EXAMPLES", "150")),
+        max_examples=int(os.environ.get("EXAMPLES", "60")),
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -6,6 +6,7 @@ The register and spill counts come from the `ptxas` that Triton ships.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import re
@@ -13,7 +14,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,8 @@ def attend_source(spec: AttentionSpec, variant: KernelVariant) -> ASTSource:
     pairs = constants["PAIRS"]
     kv = "*i16" if pairs else POINTERS[spec.kv_dtype]
     pointers = {"Q": POINTERS[spec.q_dtype], "OUT": POINTERS[spec.q_dtype], "K": kv, "V": kv}
+    if constants["TREE"]:
+        pointers |= {"NODES": "*i64", "DEPTHS": "*i32"}
     integers = ("TABLES", "SEQ_LENS", "ITEMS", "ROWS")
     signature, attrs = {}, {}
     for i, name in enumerate(attend_items.arg_names):
@@ -139,3 +144,28 @@ def model_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSour
         yield f"merge_d{spec.v_head_dim}{'_many' if many else ''}", merge_source(spec, merge), merge.options
     if extend_config(spec, arch) is not None and gluon_launcher() is not None:
         yield from importlib.import_module("radixpool.kernels.extend_build").fast_sources(spec, arch)
+
+
+def kernel_names(spec: AttentionSpec, arch: int) -> list[str]:
+    """Return the names of the kernels that `build_model` compiles, in order."""
+    return [name for name, _, _ in model_sources(spec, arch)]
+
+
+def build_named(spec: AttentionSpec, arch: int, name: str) -> BuiltKernel:
+    """Compile the kernel `name` of `kernel_names` into Triton's cache; the result holds no code."""
+    source, options = next((s, o) for n, s, o in model_sources(spec, arch) if n == name)
+    return dataclasses.replace(compile_source(name, source, arch, options), asm={})
+
+
+def build_model(spec: AttentionSpec, arch: int, *, jobs: int = 1) -> Iterator[BuiltKernel]:
+    """Compile every kernel of a model's shapes into Triton's cache, `jobs` at a time; yield them as they are done.
+
+    Needs no GPU. A few seconds of CPU for each kernel that the cache does not hold yet.
+    """
+    names = kernel_names(spec, arch)
+    if jobs == 1:
+        yield from (build_named(spec, arch, name) for name in names)
+        return
+    with ProcessPoolExecutor(min(jobs, len(names)), mp_context=get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(build_named, spec, arch, name) for name in names]):
+            yield done.result()

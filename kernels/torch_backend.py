@@ -115,7 +115,10 @@ def attention(
         blocks = torch.from_numpy(plan.block_tables[i, :blocks_needed]).long().to(k_pool.device)
         k = gather_kv(k_pool, blocks, seq_len, k_scale)
         v = gather_kv(v_pool, blocks, seq_len, v_scale)
-        nodes = None if tree is None else tuple(x[start:end] for x in tree.within(window))
+        nodes = None
+        if tree is not None:
+            all_nodes, depths = tree.within(window)
+            nodes = all_nodes[start:end], depths[start:end]
         o, m = attend_one(q[start:end], k, v, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, tree=nodes)
         out[start:end] = o.to(out.dtype)
         if lse is not None:

@@ -244,8 +244,8 @@ class Engine:
             return
         victim = max(owned, key=lambda sequence: sequence.call.arrival)
         self._preemptions += 1
+        self._requeue(victim)  # first: the cache may be lost while it is told
         self._drop([victim])
-        self._requeue(victim)
 
     def _requeue(self, sequence: RunningSequence) -> None:
         """Let an owned request wait at its place in the order of arrival, with what it has streamed so far."""
@@ -365,8 +365,8 @@ class Engine:
         thrown away, and what the engine owns goes on from the one before, with blocks acquired anew.
         """
         if isinstance(sequence.error, UnknownSequence | BlocksInvalidated) and sequence.owned:
-            self._drop([sequence])
             self._requeue(sequence)
+            self._drop([sequence])
             return
         if sequence.error is not None:
             self._end(sequence, sequence.error)
@@ -382,8 +382,8 @@ class Engine:
             events.put(GenerateFinished(sequence.finish_reason, *counts))
 
     def _end(self, sequence: RunningSequence, error: Exception) -> None:
-        self._drop([sequence])
         sequence.call.events.put(error)
+        self._drop([sequence])
 
     # The cache.
 

@@ -12,7 +12,7 @@ import pytest
 from radixpool.radix import Namespace, RadixCache
 from radixpool.rpc.generation import GenerateFinished, GenerateStarted, GenerateTokens, SamplingParams
 from radixpool.rpc.operations import StepReport
-from radixpool.rpc.worker.cache_port import LocalPort
+from radixpool.rpc.worker.cache_port import CacheLost, LocalPort
 from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.requests import GenerateCall, HandleSource, PromptSource
@@ -74,14 +74,29 @@ class CheckedPort(LocalPort):
         super().__init__(cache)
         self.reports: list[StepReport] = []
         self.named: set[bytes | None] = set()
+        self.lost_in = -1
+        self.reply_lost = False
+
+    def void(self) -> None:
+        """The manager has gone: nothing that it handed out is valid any more."""
+        for sequence in list(self._cache.sequences()):
+            self._cache.release(sequence)
+        self._sequences.clear()
 
     def batch(self, operations, /, *, steps=None):
+        """The engine's calls carry `steps`; those of a test do not, and never fail."""
+        if steps is None:
+            return super().batch(operations)
+        self.lost_in -= 1
+        if self.lost_in == 0 and not self.reply_lost:
+            raise CacheLost("injected, before the batch ran")
         results = super().batch(operations)
-        if steps is not None:
-            self._check(steps)
-            for operation, result in zip(operations, results, strict=True):
-                self.named.update(getattr(operation, "handles", ()) or {getattr(operation, "handle", None)})
-                self.named.add(getattr(result, "handle", None))
+        if self.lost_in == 0:
+            raise CacheLost("injected, after the batch ran")
+        self._check(steps)
+        for operation, result in zip(operations, results, strict=True):
+            self.named.update(getattr(operation, "handles", ()) or {getattr(operation, "handle", None)})
+            self.named.add(getattr(result, "handle", None))
         return results
 
     def _check(self, steps: StepReport) -> None:
@@ -108,6 +123,7 @@ class Harness:
         self.runner = EchoRunner(num_blocks, block_size, on_forward=self._check_launch)
         self.now = 0.0
         self.steps = 0
+        self.losses = 0
         self.cache.add_worker("engine")
         sizes = {"context_tokens": 10_000, "vocab_size": VOCAB, "retry_interval_s": 0.0} | limits
         self.limits = EngineLimits(num_blocks=num_blocks, block_size=block_size, **sizes)  # type: ignore[arg-type]
@@ -131,7 +147,13 @@ class Harness:
         return call
 
     def step(self) -> bool:
-        progressed = self.engine.step()
+        try:
+            progressed = self.engine.step()
+        except CacheLost as lost:
+            self.engine.interrupt(lost)
+            self.port.void()
+            self.losses += 1
+            progressed = True
         self.cache.complete_step("engine", self.steps)
         self.steps += 1
         self.engine.check()

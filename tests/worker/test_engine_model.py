@@ -64,6 +64,7 @@ def machine(make_harness, answer_of, expected_tokens):
             for _ in range(steps):
                 self.harness.now += 0.1
                 self.harness.step()
+                self.notice_losses()
 
         @rule()
         def out_of_memory(self):
@@ -85,11 +86,19 @@ def machine(make_harness, answer_of, expected_tokens):
         @rule()
         def lose_the_manager(self):
             self.harness.engine.interrupt(CacheLost("gone"))
-            for sequence in list(self.harness.cache.sequences()):
-                self.harness.cache.release(sequence)
-            self.harness.port._sequences.clear()
-            self.lost.update(self.borrowed_handles)
-            self.borrowed_handles.clear()
+            self.harness.port.void()
+            self.harness.losses += 1
+            self.notice_losses()
+
+        @rule(calls=st.integers(1, 4), reply_lost=st.booleans())
+        def lose_the_manager_during_a_step(self, calls, reply_lost):
+            self.harness.port.lost_in, self.harness.port.reply_lost = calls, reply_lost
+
+        def notice_losses(self):
+            if self.harness.losses:
+                self.harness.losses = 0
+                self.lost.update(self.borrowed_handles)
+                self.borrowed_handles.clear()
 
         @rule(at=st.integers(0, 5))
         def lose_one_sequence(self, at):
@@ -111,6 +120,7 @@ def machine(make_harness, answer_of, expected_tokens):
                 return
             harness = self.harness
             harness.runner.fail_with = []
+            harness.port.lost_in = -1
             engine_handles = {sequence.handle for sequence in harness.engine._running}
             for handle in set(harness.port._sequences) - engine_handles - set(self.borrowed_handles.values()):
                 harness.port.batch([Release(handle)])

@@ -257,10 +257,11 @@ class Admission(InFlight):
             return PendingPrefix(seq.handle, hit * self.block_size, shared * self.block_size)
         source, common = self._find_partial(walk, request, hit)
         needed = -(-((len(key) >> 2) + request.reserve) // self.block_size) - hit
+        if source is not None and not self._has_room(needed, root, source, head + 1):
+            source = None  # what may be gained by a copy is no reason to refuse
         if source is None:
             self._admit_or_refuse(needed, root, child or node, head)
         else:
-            self._admit_or_refuse(needed, root, source, head + 1)
             # the one block that is copied, held on its own until it was
             source = self._split(source, head + 1) if source.num_blocks > head + 1 else source
             child = source if head else None

@@ -123,6 +123,7 @@ class Lifecycle(Retention):
                 remaps = self._commit_blocks(seq, done, full, steps, b"")
         seq.committed_tokens = upto
         if seq._source is not None:  # the copy was made before anything was computed
+            self._tick += 1
             self._drop(seq._source)
             seq._source = None
         if self._wanted:
@@ -248,6 +249,7 @@ class Lifecycle(Retention):
         if seq._source is not None:
             self._drop_after(seq._source, steps)
             seq._source = None
+            self._tick += 1  # no two candidates share a time
         self._drop_after(node, steps)
         result = ReleaseResult(len(self._free) - free, self._quarantine.num_blocks - quarantined)
         if self._policy.evicts_on_release:

@@ -45,6 +45,14 @@ class Room(Tree):
                 retry_after_step=self._quarantine.retry_after(needed - allocatable),
             )
 
+    def _has_room(self, needed: int, payer: Node, target: Node, head: int) -> bool:
+        """Tell whether `_make_room` would not refuse."""
+        try:
+            self._make_room(needed, payer, target, head)
+        except (PoolExhausted, QuotaExceeded):
+            return False
+        return True
+
     def _spared(self, target: Node, head: int) -> int:
         """Return how many cached blocks a hold on `target` (its first `head` blocks, all if 0) would keep."""
         spared = 0

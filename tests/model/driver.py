@@ -88,18 +88,19 @@ class Driver:
             assert producers[pending.producer] == pending.available_tokens == max(producers.values())
             assert pending.cached_tokens == len(path) * oracle.block_size
             return
-        # whichever of equally good sources the cache takes, it has to spare it
-        allocatable = {len(oracle.free) + oracle.cached_beside([*path, *([s] if s else [])]) for s in sources or [None]}
-        if needed > max(allocatable):
+        allocatable = len(oracle.free) + oracle.cached_beside(path)
+        if needed > allocatable:
             self.expect_refusal(
-                self.refused(needed, max(allocatable)),
+                self.refused(needed, allocatable),
                 lambda: self.cache.acquire(packed, namespace=namespace, **options),
-                either=allocatable,
             )
             return
         seq = self.cache.acquire(packed, namespace=namespace, **options)
         assert isinstance(seq, Sequence)
         source = None
+        if common and not seq.copies:  # sparing the source would have left too little room
+            assert any(needed > len(oracle.free) + oracle.cached_beside([*path, entry]) for entry in sources)
+            common = 0
         if common:
             (copy,) = seq.copies
             (source,) = [entry for entry in sources if entry.block == copy.src]
@@ -114,13 +115,13 @@ class Driver:
         oracle.take(table[len(path) :])
         oracle.admitted(seq.handle, tokens, namespace, path, table, source, common)
 
-    def expect_refusal(self, refused, call, either=()) -> None:
+    def expect_refusal(self, refused, call) -> None:
         before = self.cache.stats()
         try:
             call()
         except PoolExhausted as error:
             assert error.needed_blocks == refused.needed
-            assert error.allocatable_blocks in (either or {refused.allocatable})
+            assert error.allocatable_blocks == refused.allocatable
             assert error.short_blocks == refused.needed - error.allocatable_blocks
         else:
             raise AssertionError("the cache admitted what does not fit")

@@ -245,6 +245,7 @@ class Oracle:
         self.retire([old for _, old, _ in remaps], {w: step + 1 for w, step in self.workers.items()}, [])
         if seq.source is not None:
             seq.source, source = None, seq.source
+            self.tick += 1
             self.stamp(source.path())
         return remaps
 
@@ -277,7 +278,11 @@ class Oracle:
         seq = self.sequences.pop(handle)
         source = seq.source.path() if seq.source else []
         self.retire(seq.private, steps, [*seq.path, *source])
-        self.stamp([*seq.path, *source])
+        if source:
+            for entry in set(source) - self.held() - set(seq.path):
+                entry.stamp = self.tick
+            self.tick += 1
+        self.stamp([*seq.path, *source[: len(seq.path)]])
 
     def rewind(self, handle: int, to: int, steps: dict[str, int]) -> None:
         seq = self.sequences[handle]

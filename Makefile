@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types cover model sim protos bench bench-policies interop clean
+.PHONY: help setup run test check lint types cover model sim protos bench bench-policies interop clean fuzz chaos
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -48,6 +48,12 @@ model: $(SETUP)  ## the cache against an independent oracle, step by step (STEPS
 
 sim: $(SETUP)  ## seeded simulation of clients, workers and failures (SEEDS=10000)
 	SEEDS=$(or $(SEEDS),10000) $(BIN)/python -m pytest tests/radix/test_simulator.py -q --timeout=0
+
+fuzz: $(SETUP)  ## random messages against a live manager (EXAMPLES=100000)
+	RADIXPOOL_FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(BIN)/python -m pytest tests/rpc/test_fuzz.py -q --timeout=0
+
+chaos: $(SETUP)  ## kill and freeze managers, workers and frontends under load (ROUNDS=100)
+	RADIXPOOL_CHAOS_ROUNDS=$(or $(ROUNDS),100) $(BIN)/python -m pytest tests/chaos -q -s --timeout=0
 
 protos: $(SETUP)  ## regenerate src/radixpool/v1 from protos/
 	$(BIN)/python scripts/protos.py

@@ -76,8 +76,9 @@ def tile_step(
         seen = cols[None, :] < tl.minimum(limit, stop)[:, None]
         if TREE:
             node = cols[None, :] - context[:, None]
-            own = (nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63)) & 1
-            seen = seen & ((node < 0) | (own != 0))
+            # in halves of 32 bits: shifts of 64 cost the registers of tall tiles
+            half = tl.where(node < 32, nodes.to(tl.int32)[:, None], (nodes >> 32).to(tl.int32)[:, None])
+            seen = seen & ((node < 0) | ((half >> (node & 31)) & 1 != 0))
         if WINDOW:
             seen = seen & (cols[None, :] >= row_begin[:, None])
             used = tl.max(seen.to(tl.int32), 0) > 0

@@ -53,6 +53,7 @@ _log = structlog.get_logger("radixpool.security")
 class _Credentials:
     tokens: dict[str, tuple[bytes, Identity]]
     certificates: dict[str, Identity]
+    identities: set[Identity]
 
 
 class CredentialFile:
@@ -100,8 +101,9 @@ class CredentialFile:
         return identity
 
     def is_expired(self, identity: Identity) -> bool:
-        """Return whether the identity's credential is over by now."""
-        return identity.expires_at <= self._wall_clock()
+        """Return whether the identity's credential is over by now, or has been taken out of the file or changed."""
+        self._refresh()
+        return identity.expires_at <= self._wall_clock() or identity not in self._credentials.identities
 
     def _refresh(self) -> None:
         now = self._wall_clock()
@@ -149,7 +151,7 @@ def _parse(document: dict[str, Any], path: Path) -> _Credentials:
     unknown = set(document) - {"token", "certificate"}
     if unknown:
         raise ValueError(f"{path}: unknown table {sorted(unknown)[0]}; known: token, certificate")
-    credentials = _Credentials({}, {})
+    credentials = _Credentials({}, {}, set())
     for kind in ("token", "certificate"):
         entries = document.get(kind, [])
         if not isinstance(entries, list) or len(entries) > MAX_ENTRIES:
@@ -167,12 +169,12 @@ def _add(credentials: _Credentials, kind: str, entry: dict[str, Any], where: str
     unknown = set(entry) - own - {"name", "roles", "tenant", "expires"}
     if unknown:
         raise ValueError(f"{where}: unknown key {sorted(unknown)[0]}")
-    identity = _identity(entry, where)
     if kind == "certificate":
         key = _text(entry, "san", where)
         if key in credentials.certificates:
             raise ValueError(f"{where}: san {key!r} stands twice")
-        credentials.certificates[key] = identity
+        credentials.certificates[key] = identity = _identity(entry, f"certificate {key}", where)
+        credentials.identities.add(identity)
         return
     token_id, digest = _text(entry, "id", where), _text(entry, "sha256", where)
     if not TOKEN_ID.fullmatch(token_id):
@@ -185,10 +187,12 @@ def _add(credentials: _Credentials, kind: str, entry: dict[str, Any], where: str
         raw = b""
     if len(raw) != len(_UNKNOWN_DIGEST):
         raise ValueError(f"{where}: sha256 must be 64 hex digits, got {len(digest)} characters")
+    identity = _identity(entry, f"token {token_id}", where)
     credentials.tokens[token_id] = (raw, identity)
+    credentials.identities.add(identity)
 
 
-def _identity(entry: dict[str, Any], where: str) -> Identity:
+def _identity(entry: dict[str, Any], credential: str, where: str) -> Identity:
     roles = _roles(entry.get("roles"), where)
     frontend = Role.FRONTEND in roles
     if frontend and len(roles) > 1:
@@ -198,7 +202,8 @@ def _identity(entry: dict[str, Any], where: str) -> Identity:
         raise ValueError(f"{where}: tenant {must}")
     tenant = _text(entry, "tenant", where, empty=True) if frontend else None
     name = _text(entry, "name", where)
-    return Identity(name=name, roles=roles, tenant=tenant, expires_at=_expiry(entry.get("expires"), where))
+    expires_at = _expiry(entry.get("expires"), where)
+    return Identity(name=name, roles=roles, tenant=tenant, expires_at=expires_at, credential=credential)
 
 
 def _roles(value: object, where: str) -> frozenset[Role]:

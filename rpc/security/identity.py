@@ -27,6 +27,7 @@ class Identity:
         roles: what it may be.
         tenant: the only tenant it may touch; None for the roles that serve all tenants.
         expires_at: end of the credential in seconds since the epoch, infinity for never.
+        credential: which token or certificate it came from, in public words.
 
     """
 
@@ -34,6 +35,7 @@ class Identity:
     roles: frozenset[Role]
     tenant: str | None = None
     expires_at: float = math.inf
+    credential: str = ""
 
 
 LOCAL_IDENTITY = Identity(name="local", roles=frozenset(Role))

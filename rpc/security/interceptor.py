@@ -161,7 +161,7 @@ class AuthInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
 
     def _check_expiry(self, identity: Identity) -> None:
         if self._authenticator.is_expired(identity):
-            raise Unauthenticated(f"the credential of {identity.name!r} has expired")
+            raise Unauthenticated(f"the credential of {identity.name!r} has expired or was revoked")
 
 
 def _check_role(identity: Identity, roles: frozenset[Role], method: str) -> None:

@@ -214,7 +214,7 @@ def test_a_stream_ends_when_its_credential_expires(channel: grpc.Channel, tokens
     requests.put(operation(""))
     error = failure(lambda: next(call))
     assert isinstance(error, Unauthenticated)
-    assert str(error) == "the credential of 'b' has expired"
+    assert str(error) == "the credential of 'b' has expired or was revoked"
     requests.put(None)
 
 

@@ -119,6 +119,21 @@ def test_taking_a_token_out_of_the_file_revokes_it(store: Callable[..., Credenti
     assert credentials.by_token(second.secret).tenant == "acme"
 
 
+def test_open_streams_end_when_their_own_credential_is_taken_out_or_changed(
+    store: Callable[..., CredentialFile], path: Path
+) -> None:
+    first, second, now = new_token(), new_token(), [NOW]
+    credentials = store(entry(first) + entry(second), lambda: now[0])
+    gone, kept = credentials.by_token(first.secret), credentials.by_token(second.secret)
+    path.write_text(entry(second))
+    now[0] += 1.0
+    assert credentials.is_expired(gone), "two tokens of one name are two credentials"
+    assert not credentials.is_expired(kept)
+    path.write_text(entry(second, tenant='"rival"'))
+    now[0] += 1.0
+    assert credentials.is_expired(kept)
+
+
 @pytest.mark.parametrize("breakage", ["text", "missing", "mode"])
 def test_a_broken_change_leaves_the_last_good_file_in_force(
     store: Callable[..., CredentialFile], path: Path, breakage: str

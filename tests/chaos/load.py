@@ -82,8 +82,8 @@ def frontend(client: Client, pool: Pool, chance: random.Random) -> None:
         for index, stamps in enumerate(zip(read, again, strict=True)):
             check(stamps[0], tokens, index)
             check(stamps[1], tokens, index)
-        if chance.random() < 0.2:
-            client.fork(seq.handle, 2)  # left to the end of the lease, or of the process
+        for fork in client.fork(seq.handle, 2).forks:
+            client.release(fork.handle)
 
 
 def worker(session: Session, pool: Pool, chance: random.Random) -> None:

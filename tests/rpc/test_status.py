@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
@@ -54,6 +57,12 @@ def test_reasons_name_one_code_each():
     for row in status.TABLE:
         codes.setdefault(row.reason, set()).add(row.code)
     assert {reason: len(found) for reason, found in codes.items() if len(found) > 1} == {}
+
+
+def test_the_guide_names_every_reason():
+    guide = Path(__file__).parents[2] / "docs" / "service.md"
+    named = set(re.findall(r"[A-Z][A-Z_]+", guide.read_text(encoding="utf-8")))
+    assert {row.reason for row in status.TABLE} - {"INTERNAL", "UNAVAILABLE", "INVARIANT_VIOLATION"} <= named
 
 
 def test_an_unknown_subclass_travels_as_its_base():

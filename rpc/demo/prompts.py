@@ -66,9 +66,11 @@ class TemplateTokenizer:
 
 def load_tokenizer(source: ModelSource) -> TemplateTokenizer:
     """Return the tokenizer of a model. Raises `ModelUnavailable`."""
-    from transformers import AutoTokenizer
-    from transformers.utils import logging as transformers_logging
-
+    try:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging as transformers_logging
+    except ImportError as error:
+        raise ModelUnavailable(f"the demo needs {error.name}: pip install 'radixpool[worker]'") from error
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:

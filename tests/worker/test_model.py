@@ -112,7 +112,7 @@ def test_equal_with_and_without_sharing_over_many_prompts(source, model, answer_
 
 
 def test_logits_do_not_depend_on_the_rest_of_the_batch(source, model):
-    """Linear layers are exact in this respect; attention sums in another order, within rounding."""
+    """To the last bit: linear layers from `min_rows` rows on, attention by tiles that begin at position 0."""
     captured = []
     system = System(source, model, token_budget=512)
     logits_of = system.runner._logits
@@ -125,7 +125,29 @@ def test_logits_do_not_depend_on_the_rest_of_the_batch(source, model):
     prompts = prompts_with_shared_prefixes(3)
     system.run(prompts[:1], salts=["alone"], sampling=SamplingParams(max_new_tokens=1))
     system.run(prompts, salts=map(str, range(9)), sampling=SamplingParams(max_new_tokens=1))
-    torch.testing.assert_close(captured[0][0], captured[1][0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(captured[0][0], captured[1][0])
+
+
+@pytest.mark.parametrize("token_budget", [5, 16, 40, 77])
+def test_logits_do_not_depend_on_where_a_prompt_is_cut(source, model, token_budget):
+    def last_logits(budget, warm):
+        system = System(source, model, token_budget=budget)
+        captured, logits_of = [], system.runner._logits
+
+        def capture(batch):
+            captured.append(logits_of(batch))
+            return captured[-1]
+
+        system.runner._logits = capture
+        prompt = prompts_with_shared_prefixes(4)[0] * 4
+        if warm:
+            system.run([prompt[:150]], sampling=SamplingParams(max_new_tokens=1))
+        system.run([prompt], sampling=SamplingParams(max_new_tokens=3))
+        return torch.cat(captured[-3:])
+
+    whole = last_logits(512, warm=False)
+    assert torch.equal(last_logits(token_budget, warm=False), whole)
+    assert torch.equal(last_logits(token_budget, warm=True), whole)
 
 
 @pytest.mark.parametrize("dtype", [KvDtype.BFLOAT16, KvDtype.FLOAT16])

@@ -121,7 +121,7 @@ class Advisor:
         self._cases += [(other, 1.0) for other in policies if other != policy]
         self._weights = np.random.default_rng(0x5AD0).integers(1 << 63, size=block_size, dtype=np.uint64)
         self._powers: npt.NDArray[np.uint64] = np.ones(1, dtype=np.uint64)
-        self._smallest_group_rate = min(1.0, max(SMALLEST_GROUP_RATE, 4.0 * sample_blocks / num_blocks))
+        self._smallest_group_rate = min(1.0, max(SMALLEST_GROUP_RATE, 2.0 * sample_blocks / num_blocks))
         self.reset()
 
     def reset(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radixpool.kernels.device_plan import DevicePlan
 from radixpool.kernels.extend_plan import (
     FAST_ROWS,
     ExtendConfig,
@@ -21,6 +22,7 @@ from radixpool.kernels.extend_plan import (
     wide_blocks,
 )
 from radixpool.kernels.plan import ForestPlan
+from radixpool.kernels.spec import AttentionSpec
 
 DECODE_QUERY_TOKENS = 8  # up to so many query tokens a sequence are decoding
 
@@ -28,9 +30,11 @@ DECODE_QUERY_TOKENS = 8  # up to so many query tokens a sequence are decoding
 class FastExtend:
     """The fast path of one plan: configuration, schedule on the device, launch. Valid until the plan is updated."""
 
-    def __init__(self, plan: ForestPlan, config: ExtendConfig, schedule: ExtendSchedule, launcher: Any) -> None:
-        self.plan, self.config, self.launcher = plan, config, launcher
-        self.schedule = launcher.upload(schedule, torch.device(plan.spec.device))
+    def __init__(
+        self, spec: AttentionSpec, on_device: DevicePlan, config: ExtendConfig, schedule: ExtendSchedule, launcher: Any
+    ) -> None:  # fmt: skip
+        self.spec, self.on_device, self.config, self.launcher = spec, on_device, config, launcher
+        self.schedule = launcher.upload(schedule, torch.device(spec.device))
         self.widening: Any = None
 
     def can_read(self, k_pool: Tensor, v_pool: Tensor) -> bool:
@@ -39,15 +43,13 @@ class FastExtend:
 
     def launch(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, **arguments: Any) -> None:
         """Launch the tall tiles; `arguments` as in `launch_extend`."""
-        on_device = self.plan.device_plan
-        assert on_device is not None
-        tables = on_device.tables
+        tables = self.on_device.tables
         if self.widening is not None:
             k_pool, v_pool = self.widening.copy(k_pool, v_pool)
             tables = self.widening.tables
         self.launcher.launch_extend(
-            q, k_pool, v_pool, self.schedule, spec=self.plan.spec, config=self.config, tables=tables,
-            part=on_device.part, part_lse=on_device.part_lse, **arguments,
+            q, k_pool, v_pool, self.schedule, spec=self.spec, config=self.config, tables=tables,
+            part=self.on_device.part, part_lse=self.on_device.part_lse, **arguments,
         )  # fmt: skip
 
 
@@ -80,11 +82,11 @@ def build(plan: ForestPlan) -> FastExtend | None:
     launcher = gluon_launcher() if config is not None else None
     if config is None or launcher is None:
         return None
-    assert plan.forest is not None
+    assert plan.forest is not None and plan.device_plan is not None
     schedule = schedule_extend(plan.forest, plan.seq_lens, plan.spec, plan.device.num_sms)
     if schedule is None:
         return None
-    fast = FastExtend(plan, config, schedule, launcher)
+    fast = FastExtend(plan.spec, plan.device_plan, config, schedule, launcher)
     if config.widen:
         wide = wide_blocks(schedule, plan.block_tables, plan.spec)
         if wide is None:

@@ -133,12 +133,13 @@ class Operations:
 
     def _acquire(self, lease: Lease, request: cache_pb2.AcquireRequest, reply: cache_pb2.AcquireResponse) -> None:
         self._handles.check_room(lease)
+        media = request.media
         outcome = self._cache.acquire(
             request.tokens,
             namespace=_namespace(request),
             reserve=request.reserve,
             max_hit=request.max_hit_tokens if request.HasField("max_hit_tokens") else None,
-            media=[MediaSpan(span.start, span.length, span.digest) for span in request.media],
+            media=[MediaSpan(span.start, span.length, span.digest) for span in media] if media else (),
             partial=request.partial,
             in_flight=_in_flight_mode(request.in_flight),
         )

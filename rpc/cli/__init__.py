@@ -22,6 +22,7 @@ _COMMANDS = {
     "inspect": LazyCommand("radixpool.rpc.cli.inspect:inspect", "Look at the tree, one block, sequences or clients."),
     "token": LazyCommand("radixpool.rpc.security.cli:command", "Make bearer tokens for a manager's credential file."),
     "check": LazyCommand("radixpool.rpc.cli.check:check", "Prove the invariants of a running manager."),
+    "kernels": LazyCommand("radixpool.rpc.cli.kernels:kernels", "Compile a model's attention kernels ahead of time."),
     "bench": LazyCommand("radixpool.rpc.bench.cli:command", "Measure eviction policies on traces."),
 }
 

@@ -77,10 +77,10 @@ class Stopwatch:
         self.spent_ms = 0.0
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             start = time.thread_time()
             try:
-                return call(*args)
+                return call(*args, **options)
             finally:
                 self.spent_ms += (time.thread_time() - start) * 1000
 

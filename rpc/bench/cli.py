@@ -54,7 +54,7 @@ class _Numbers(click.ParamType[tuple[int, ...]]):
     "policies",
     multiple=True,
     metavar="NAME[:PARAM=VALUE,...]",
-    help="A policy to run; repeat for more. Default: all.",
+    help="A policy to run; repeat for more. Default: all. A wrong name lists them, a wrong parameter its own.",
 )
 @click.option(
     "-c",
@@ -125,7 +125,7 @@ def policies(traces: tuple[str, ...], **chosen: Any) -> None:
     """Replay TRACEs through the real cache and compare eviction policies.
 
     A TRACE is a file of JSON lines, plain or packed as .gz, .xz or .zst, or - for stdin: Mooncake and Qwen-Bailian
-    traces, lines with tokens, text or messages, and recordings of KV-cache events.
+    traces, lines with tokens, text or messages, recordings of KV-cache events, and radixpool's own operation logs.
 
     \b
     Examples:

@@ -79,9 +79,9 @@ def _details(result: TraceResult) -> Table:
     """Everything else at one capacity; hit ratios in percent, so that it fits 80 columns."""
     capacity = telling_capacity(result.rows)
     title = f"at {capacity:,} blocks: % hit, % of the LRU to OPT gap, TTFT p50/p90/p99 in ms"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    for column in ("blocks", "tokens", "FLOPs", "gap", "= LRU at", "TTFT", "refs/s"):
+    for column in ("blocks", "tokens", "FLOPs", "gap", "=LRU at", "TTFT", "refs/s"):
         table.add_column(column, justify="right", no_wrap=True)
     rows = {row.policy: row for row in result.rows if row.capacity_blocks == capacity}
     for name in ranked(list(rows.values())):
@@ -92,7 +92,7 @@ def _details(result: TraceResult) -> Table:
             "" if row.gap_closed is None else f"{row.gap_closed:.0%}"[:-1],
             _count(row.equal_lru_capacity_blocks),
             f"{row.ttft_ms_p50:.0f}/{row.ttft_ms_p90:.0f}/{row.ttft_ms_p99:.0f}",
-            "" if row.refs_per_s is None else f"{row.refs_per_s / 1e3:,.0f}k",
+            "" if row.refs_per_s is None else f"{row.refs_per_s / 1e6:.1f}M",
             style="" if row.kind == "policy" else "dim",
         )
     return table

@@ -32,6 +32,7 @@ def test_all_policies_and_references_stand_in_one_table(chat):
     assert "300 requests" in result.stdout
     for name in (*grid.DEFAULT_POLICIES, *grid.REFERENCES):
         assert name in result.stdout
+    assert "…" not in result.stdout  # nothing is cut off at 80 columns
 
 
 def test_results_are_written_in_every_form(chat, tmp_path):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import TemplateError
 
 from radixpool.rpc.demo.conversations import Conversation, Message
 from radixpool.rpc.worker.model_source import ModelSource, ModelUnavailable
@@ -30,7 +31,10 @@ class ChatTokenizer(Protocol):
     """What this module needs of a tokenizer."""
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Return the chat so far as the model wants it, ending where the assistant is to speak."""
+        """Return the chat so far as the model wants it, ending where the assistant is to speak.
+
+        Raises ValueError for a chat that the model's template does not take.
+        """
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -50,7 +54,10 @@ class TemplateTokenizer:
             lines = [f"{message.role}: {message.text}\n" for message in messages]
             return "".join([*lines, "assistant: "])
         chat = [{"role": message.role, "content": message.text} for message in messages]
-        rendered: str = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses it: {error}") from error
         return rendered
 
     def encode(self, text: str) -> list[int]:

@@ -105,14 +105,18 @@ def choose_chats(
     for conversation in found.conversations:
         if options.limit is not None and len(chats) == options.limit:
             break
-        chat = tuple(turns(conversation, tokenizer))
+        try:
+            chat = tuple(turns(conversation, tokenizer))
+        except ValueError as error:
+            notes.append(f"{conversation.name}: skipped, {error}")
+            continue
         longest = max(len(turn.tokens) for turn in chat) + options.max_new_tokens
         if longest <= context_tokens:
             chats.append(chat)
         else:
             notes.append(_too_long(conversation, longest, context_tokens))
     if not chats:
-        raise ValueError(f"conversations: none fits the model's context: {notes[-1]}")
+        raise ValueError(f"conversations: none can be used: {notes[-1]}")
     return Chats(tuple(chats), tuple(notes))
 
 

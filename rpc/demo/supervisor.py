@@ -26,7 +26,7 @@ from radixpool.radix.errors import RadixPoolError
 
 _PREFIX = "radixpool-demo-"
 _PR_SET_PDEATHSIG = 1
-_START_TIMEOUT_S = 180.0
+_START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_LINES = 5
 

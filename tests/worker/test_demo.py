@@ -64,10 +64,23 @@ def test_the_first_conversations_that_fit_are_taken_whole():
 
 
 def test_no_conversation_that_fits_is_an_error():
-    with pytest.raises(ValueError, match="none fits the model's context: long: skipped"):
+    with pytest.raises(ValueError, match="none can be used: long: skipped"):
         choose_chats(
             ConversationFile((conversation("long", 200),), ()), WordTokenizer(), context_tokens=100, options=OPTIONS
         )
+
+
+def test_a_conversation_that_the_template_refuses_is_named():
+    class Picky(WordTokenizer):
+        def text(self, messages):
+            if len(messages) > 2:
+                raise ValueError("the model's chat template refuses it: roles must alternate")
+            return super().text(messages)
+
+    found = ConversationFile((conversation("a", 20, 30), conversation("b", 20)), ())
+    chats = choose_chats(found, Picky(), context_tokens=100, options=OPTIONS)
+    assert [chat[0].conversation for chat in chats.chats] == ["b"]
+    assert chats.notes == ("a: skipped, the model's chat template refuses it: roles must alternate",)
 
 
 SOURCE = ModelSource(

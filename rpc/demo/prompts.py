@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from jinja2 import TemplateError
 
 from radixpool.rpc.demo.conversations import Conversation, Message
 from radixpool.rpc.worker.model_source import ModelSource, ModelUnavailable
@@ -54,6 +53,8 @@ class TemplateTokenizer:
             lines = [f"{message.role}: {message.text}\n" for message in messages]
             return "".join([*lines, "assistant: "])
         chat = [{"role": message.role, "content": message.text} for message in messages]
+        from jinja2 import TemplateError  # comes with the worker extra, which `--help` does not need
+
         try:
             rendered: str = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import tee
 from pathlib import Path
 
@@ -175,24 +176,33 @@ def measure_recovery(shape: str, seed: int, folder: str | None, num_blocks: int)
 @click.option("--folder", type=click.Path(exists=True, file_okay=False), help="Where the files lie.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Fresh directories per case.")
 @click.option("--recovery-blocks", default=1_000_000, show_default=True, type=click.IntRange(1024), help="Pool size.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(("lifecycle", "calls", "recovery")), help="Only these questions."
+)
 @click.option("--seed", default=100, show_default=True, help="Seed of the first repeat.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all rows as JSON.")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write all rows as CSV.")
 def main(
-    folder: str | None, repeats: int, recovery_blocks: int, seed: int, json_file: str | None, csv_file: str | None
+    folder: str | None,
+    repeats: int,
+    recovery_blocks: int,
+    only: tuple[str, ...],
+    seed: int,
+    json_file: str | None,
+    csv_file: str | None,
 ) -> None:
     """Run the benchmark."""
     if folder is None and Path("/dev/shm").is_dir():
         folder = "/dev/shm"
     cases: list[tuple[str, object, Callable[[int], Row]]] = []
     for name in ("shared", "random", "chat"):
-        cases.append(("lifecycle", name, lambda s, n=name: measure_lifecycles(WORKLOADS[n], s, folder)))  # type: ignore[misc]
+        cases.append(("lifecycle", name, partial(measure_lifecycles, WORKLOADS[name], folder=folder)))
     for length in RUN_LENGTHS:
-        cases.append(("calls for a run of blocks", length, lambda s, n=length: measure_run(n, s, folder)))  # type: ignore[misc]
+        cases.append(("calls for a run of blocks", length, partial(measure_run, length, folder=folder)))
     for shape in SHAPES:
-        cases.append(
-            ("recovery", shape, lambda s, n=shape: measure_recovery(n, s, folder, recovery_blocks))  # type: ignore[misc]
-        )
+        measure = partial(measure_recovery, shape, folder=folder, num_blocks=recovery_blocks)
+        cases.append(("recovery", shape, measure))
+    cases = [case for case in cases if not only or case[0].split()[0] in only]
     rows: list[Row] = []
     with Progress(console=console) as progress:
         task = progress.add_task("measuring", total=len(cases) * repeats)

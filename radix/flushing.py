@@ -39,7 +39,7 @@ class Flushing(Tenants):
             raise ValueError(f"mode must be 'idle_only', 'drain' or 'new_generation', not {mode!r}")
         roots = [root for root in self._roots.values() if namespace is None or root.namespace == namespace]
         if mode == "idle_only":
-            self._refuse_if_busy(namespace, roots)
+            self._refuse_if_busy(namespace)
         self._tick += 1
         for pin_id, (info, _) in list(self._pins.items()):
             if namespace is None or info.namespace == namespace:
@@ -57,12 +57,13 @@ class Flushing(Tenants):
             self._generation += 1
         return FlushResult(len(self._free) - before, held, self._generation)
 
-    def _refuse_if_busy(self, namespace: Namespace | None, roots: list[Root]) -> None:
-        sequences = [seq for seq in self._sequences.values() if namespace is None or seq._namespace == namespace]
-        fenced = sum(root.fence for root in roots) or any(
-            child.fence for root in roots for child in (root.children or {}).values()
-        )
-        if sequences or fenced or (namespace is None and self._quarantine.num_blocks):
+    def _refuse_if_busy(self, namespace: Namespace | None) -> None:
+        if namespace is None:
+            busy = bool(self._sequences) or self._quarantine.num_blocks > 0
+        else:
+            busy = any(seq._namespace == namespace for seq in self._sequences.values())
+            busy = busy or any(node.root.namespace == namespace for node in self._quarantine.fenced_nodes())
+        if busy:
             held = self.num_blocks - len(self._free) - self._cached - self._quarantine.num_blocks
             raise CacheBusy(held_blocks=held, quarantined_blocks=self._quarantine.num_blocks)
 

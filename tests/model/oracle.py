@@ -28,6 +28,7 @@ class Entry:
     stamp: int = 0
     dead: bool = False
     children: dict[tuple[int, ...], Entry] = field(default_factory=dict)
+    namespace: object = None  # of a root
 
     def path(self) -> list[Entry]:
         above = [] if self.parent is None or self.parent.parent is None else self.parent.path()
@@ -210,7 +211,7 @@ class Oracle:
         return path, needed, (common, sources)
 
     def admitted(self, handle: int, tokens: list[int], namespace: object, path, table, source, common) -> None:
-        root = self.roots.setdefault(namespace, Entry())
+        root = self.roots.setdefault(namespace, Entry(namespace=namespace))
         cached = len(path) * self.block_size + common
         seq = OracleSequence(namespace, root, list(tokens), list(path), table[len(path) :], cached, cached, source)
         self.sequences[handle] = seq
@@ -378,9 +379,8 @@ class Oracle:
         self.bury()
 
     def busy(self, namespace: object | None) -> bool:
-        in_scope = {id(root) for ns, root in self.roots.items() if namespace in (None, ns)}
         used = any(namespace in (None, seq.namespace) for seq in self.sequences.values())
-        fenced = any(id(fence.path[0].parent) in in_scope for fence in self.fences if fence.path)
+        fenced = any(namespace in (None, fence.path[0].parent.namespace) for fence in self.fences if fence.path)
         return used or fenced or (namespace is None and bool(self.states()["quarantined"]))
 
     def complete(self, worker: str, step: int) -> None:

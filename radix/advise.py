@@ -32,8 +32,7 @@ SMALLEST_GROUP_RATE = 1 / 16
 _STEP = np.uint64(0xD1342543DE82EF95)  # odd multipliers with well-spread bits
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _ENOUGH_REFERENCES = 500
-_ADJUST_EVERY = 128
-_BURST_S = 0.05  # CPU seconds that may be spent ahead of the share
+_BURST_S = 0.25  # CPU seconds that may be saved up for a burst of requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class AdvisorState:
         skipped_requests: requests left out because the shadow had used up its share of the time.
         block_rate: share of a looked-at request's blocks that is sampled.
         group_rate: share of the groups of requests that is looked at.
-        cpu_seconds: CPU time of looking at requests.
+        cpu_seconds: CPU time of looking at requests, since the start or the last reset.
 
     """
 
@@ -127,8 +126,9 @@ class Advisor:
     def reset(self) -> None:
         """Forget everything and look at all groups again. O(1)."""
         self._groups = GroupSample(self._block_size * 4)
-        self._started = self._clock()
         self._cpu_seconds = 0.0
+        self._budget_s = _BURST_S
+        self._refilled_at = self._clock()
         self._observed = self._skipped = 0
         self._observed_blocks = 0
         self._start_miniatures(1.0)
@@ -162,18 +162,20 @@ class Advisor:
             if path:
                 for miniature in self._miniatures:
                     miniature.serve(path)
-        self._cpu_seconds += self._cpu_clock() - started
+        spent = self._cpu_clock() - started
+        self._cpu_seconds += spent
+        self._budget_s -= spent
 
     def _within_budget(self) -> bool:
         """Tell whether the request may be looked at, and look at fewer groups if too much time went."""
-        if self._observed % _ADJUST_EVERY and not self._skipped:
-            return True
-        allowed = self._cpu_share * (self._clock() - self._started) + _BURST_S
-        if self._cpu_seconds <= allowed:
+        now = self._clock()
+        self._budget_s = min(_BURST_S, self._budget_s + self._cpu_share * (now - self._refilled_at))
+        self._refilled_at = now
+        if self._budget_s > 0.0:
             return True
         if self._groups.rate > self._smallest_group_rate:
             self._start_miniatures(max(self._groups.rate / 2.0, self._smallest_group_rate))
-            self._started, self._cpu_seconds = self._clock(), 0.0
+            self._budget_s = _BURST_S
             return True
         self._skipped += 1
         return False

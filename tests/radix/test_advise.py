@@ -136,16 +136,31 @@ def test_it_takes_no_more_than_its_share_of_the_time():
 
     shadow = Advisor(1_000_000, 1, clock=clock, cpu_clock=cpu_clock, cpu_share=0.01)
     spent = 0.0
-    for tokens in chats(3_000):
+    for tokens in chats(8_000):
         clock.now += 0.001
         before = cpu.now
         shadow.observe(tokens)
         spent += cpu.now - before
     state = shadow.state()
     assert state.group_rate == 1 / 16
-    assert state.skipped_requests > 2_000
-    assert spent < 0.01 * clock.now + 5 * (0.05 + 128 * 0.001)  # its share, and a burst at each of five rates
-    assert state.observed_requests == 3_000
+    assert state.skipped_requests > 4_000
+    assert spent < 0.01 * clock.now + 5 * 0.26  # its share, and a burst at each of five rates
+    assert state.observed_requests == 8_000
+
+
+def test_quiet_times_are_not_saved_up_beyond_a_burst():
+    clock, cpu = Clock(), Clock()
+
+    def cpu_clock() -> float:
+        cpu.now += 0.0005
+        return cpu.now
+
+    shadow = Advisor(1_000, 1, clock=clock, cpu_clock=cpu_clock, cpu_share=0.01)
+    clock.now += 3_600.0  # would be 36 s
+    for tokens in chats(1_000):
+        shadow.observe(tokens)
+    assert 0.25 <= shadow.state().cpu_seconds < 0.6
+    assert shadow.state().skipped_requests > 300
 
 
 def test_groups_are_not_thinned_below_what_a_small_cache_needs():

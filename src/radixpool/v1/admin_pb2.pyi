@@ -341,7 +341,7 @@ class GetAdviceResponse(_message.Message):
     group_rate: _builtins.float
     """group_rate is the share of the requests, by how they begin, that is looked at, in 0..1."""
     cpu_seconds: _builtins.float
-    """cpu_seconds is the CPU time that the shadow has used since it last changed its rates."""
+    """cpu_seconds is the CPU time that the shadow has used."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     @_builtins.property

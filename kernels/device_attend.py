@@ -1,4 +1,4 @@
-"""Device code of attention: `attend_items` runs work items over the pool, `merge_partials` joins what several items gave.
+"""Device code of attention: `attend_items` runs work items over the pool, `merge_partials` joins what several gave.
 
 A work item is a run of query rows (at most BM // G of them) times a run of tokens of one block table, for one KV head.
 Scores live in base 2: partial states are a normalised output and `log2` of its denominator.

@@ -40,7 +40,7 @@ WHOLE_TILE_SLACK = 1.08  # whole tiles (no merge) are kept if the longest progra
 
 @dataclass(slots=True)
 class Segments:
-    """Rows `row0` to `row1` (in sorted order) x tokens `begin` to `end` of table `table`; `leaf`: up to each row's end."""
+    """Rows `row0` to `row1` (sorted) x tokens `begin` to `end` of table `table`; `leaf`: up to each row's own end."""
 
     row0: Long
     row1: Long
@@ -175,7 +175,7 @@ class Tiles:
 
 
 def join_heights(packed_rows: Long, tokens: Long) -> Long:
-    """Return the tile height of each segment: the least that holds its rows, but few different ones (each is a launch)."""
+    """Return the tile height of each segment: the least that holds its rows, but few different ones (launches)."""
     classes = np.array(TILE_ROWS)
     height = classes[np.minimum(np.searchsorted(classes, packed_rows), len(classes) - 1)]
     work = {h: int(tokens[height == h].sum()) for h in TILE_ROWS}
@@ -263,7 +263,7 @@ def cut_tokens(length: Long, programs: int, *, merging: bool) -> tuple[Long, Lon
 def merge_lists(
     pieces_row0: Long, pieces_rows: Long, num_rows: int
 ) -> tuple[Long, Long, Long, Long, int]:  # fmt: skip
-    """Number the partial states and list them by row.
+    """Assign numbers to the partial states and list them by row.
 
     Returns each piece's first part (-1: the piece alone makes all its rows and writes the output), the rows to merge,
     their `starts` and parts, and how many parts there are.
@@ -287,7 +287,7 @@ def merge_lists(
 
 
 def runs_beside(tiles: Tiles) -> bool:
-    """Return whether narrow tiles run in the room that tall ones leave: while those take long, more would wait for them."""
+    """Return whether narrow tiles run in the room that tall ones leave: while those run, more would only wait."""
     work = tiles.end - tiles.begin
     tall = tiles.height >= TALL_ROWS
     return bool(tall.any()) and int(work[~tall].sum()) <= BESIDE_SHARE * TALL_COST * int(work[tall].sum())
@@ -355,12 +355,14 @@ def build_forest(
     for height, program in zip(heights, starts, strict=True):
         items[height] = first_items_first(records[done : done + program[-1]], program)
         done += int(program[-1])
-    rows = np.zeros((num_rows, ROW_RECORD), np.int32)
+    row_records = np.zeros((num_rows, ROW_RECORD), np.int32)
     of_row = row_seq[sorted_rows]
     for i, column in enumerate((sorted_rows, of_row, row_back[sorted_rows], new[of_row])):
-        rows[:, i] = column
+        row_records[:, i] = column
     lengths = segments.end - segments.begin
     return Forest(
-        items, {h: len(p) - 1 for h, p in zip(heights, starts, strict=True)}, rows,
-        sorted_rows[merge_rows].astype(np.int32), merge_starts.astype(np.int32), merge_parts.astype(np.int32), num_parts, int(lengths.sum()), growable=int(segments.leaf.sum()) == len(active), tall=tall,
+        items=items, programs={h: len(p) - 1 for h, p in zip(heights, starts, strict=True)}, rows=row_records,
+        merge_rows=sorted_rows[merge_rows].astype(np.int32), merge_starts=merge_starts.astype(np.int32),
+        merge_parts=merge_parts.astype(np.int32), num_parts=num_parts, unique_tokens=int(lengths.sum()),
+        growable=int(segments.leaf.sum()) == len(active), tall=tall,
     )  # fmt: skip

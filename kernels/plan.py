@@ -7,6 +7,8 @@ where a decode step only appended, in place on the device always, so that a capt
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -62,14 +64,13 @@ class ForestPlan:
         """Blocks that each sequence's length needs, `[B]`."""
         return -(-self.seq_lens // np.int32(self.spec.block_size))
 
-    def config_for(self, tile_rows: int, tall: bool) -> TileConfig:
-        """Return the launch configuration of one class of tiles in a plan with or without tall ones.
+    @property
+    def config_of(self) -> Callable[[int, bool], TileConfig]:
+        """The launch configuration by tile height and presence of tall tiles; holds no reference to the plan.
 
         A plan with a capacity may meet both, and its launches are fixed: it counts as one with tall tiles.
         """
-        tall = tall or self.capacity is not None
-        head_dim = max(self.spec.head_dim, self.spec.v_head_dim)
-        return tile_config(self.spec.kv_dtype.itemsize, head_dim, tile_rows, self.device.arch, tall=tall)
+        return functools.partial(config_for, self.spec, self.device.arch, self.capacity is not None)
 
     @property
     def device(self) -> DeviceInfo:
@@ -116,7 +117,7 @@ class ForestPlan:
         while True:
             forest = build_forest(
                 self.block_tables, self.seq_lens, self.query_lens, self.query_starts, self.spec, self.device,
-                self.config_for, min_gain_bytes=gain,
+                self.config_of, min_gain_bytes=gain,
             )  # fmt: skip
             if self.capacity is None or self.capacity.holds(forest) or gain == np.inf:
                 break
@@ -125,7 +126,7 @@ class ForestPlan:
             raise ValueError(f"capacity: expected room for {forest.num_parts} parts, got {self.capacity}")
         self.forest, self.planned_lens = forest, self.seq_lens
         if self.device_plan is None:
-            self.device_plan = DevicePlan(self.spec, self.device, self.config_for, self.capacity)
+            self.device_plan = DevicePlan(self.spec, self.device, self.config_of, self.capacity)
         self.device_plan.upload(forest, self.block_tables, self.seq_lens)
         self.fast = None
 
@@ -136,6 +137,12 @@ class ForestPlan:
         self.device_plan.upload_lens(self.seq_lens)
         if tables_changed:
             self.device_plan.upload_tables(self.block_tables)
+
+
+def config_for(spec: AttentionSpec, arch: int, fixed: bool, tile_rows: int, tall: bool) -> TileConfig:
+    """Return the launch configuration of one class of tiles; `fixed` plans count as plans with tall tiles."""
+    head_dim = max(spec.head_dim, spec.v_head_dim)
+    return tile_config(spec.kv_dtype.itemsize, head_dim, tile_rows, arch, tall=tall or fixed)
 
 
 def device_info(device: torch.device) -> DeviceInfo:

@@ -48,7 +48,7 @@ def attend_row(
 
 
 def tree_positions(nodes: int, context: int, limit: int, window: int) -> Tensor:
-    """Return the positions that a draft node sees: the context and, of the tree, its path; at most the last `window`."""
+    """Return the positions that a draft node sees: the context and its path in the tree; the last `window` at most."""
     path = [*range(context), *(p for p in range(context, limit) if nodes >> (p - context) & 1)]
     return torch.tensor(path[-window:] if window else path, dtype=torch.int64)
 

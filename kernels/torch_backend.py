@@ -88,7 +88,8 @@ def attend_one(
             else:
                 mask = tree_tile_mask(*tree, seq_len - query_len, start, window)
             mask = F.pad(mask, (0, 0, 0, len(rows) - query_len))
-            scores = scores.unflatten(1, (group, -1)).masked_fill(~mask, -math.inf).flatten(1, 2)
+            grouped_scores = scores.reshape(kv_heads, group, len(rows), -1)
+            scores = grouped_scores.masked_fill(~mask, -math.inf).flatten(1, 2)
         new_top = torch.maximum(top, scores.amax(-1))
         base = torch.where(new_top == -math.inf, 0.0, new_top)
         weights = torch.exp(scores - base[..., None])
@@ -98,8 +99,8 @@ def attend_one(
         top = new_top
     lse = top + torch.log(total)
     out = out / torch.where(total > 0, total, 1.0)[..., None]
-    rows_first = out.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)
-    return rows_first[:query_len], lse.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)[:query_len]
+    by_row = out.reshape(kv_heads * group, len(rows), -1).transpose(0, 1)
+    return by_row[:query_len], lse.reshape(kv_heads * group, len(rows)).transpose(0, 1)[:query_len]
 
 
 def attention(

@@ -134,7 +134,7 @@ class BoundCall:
                 continue
             pairs = uses_pairs(spec, height, on_device.device.arch, interpreted=INTERPRETED)
             variant = attend_variant(
-                spec, plan.config_for(height, on_device.tall), height, features, pairs=pairs, chained=chained
+                spec, plan.config_of(height, on_device.tall), height, features, pairs=pairs, chained=chained
             )
             grid = (spec.num_kv_heads, on_device.heights[height], 1)
             k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
@@ -150,7 +150,7 @@ def attention(
     sinks: Tensor | None, k_scale: Scale, v_scale: Scale, out: Tensor, lse: Tensor | None, kind: tuple[Any, ...],
     tree: TreeMask | None = None,
 ) -> None:  # fmt: skip
-    """Launch attention for a planned batch; writes every row of `out` and `lse`. Calls of one `kind` share their binding."""
+    """Launch attention for a planned batch; writes all of `out` and `lse`. Calls of one `kind` share their binding."""
     on_device = plan.device_plan
     assert on_device is not None
     k_number, v_number, k_tensor, v_tensor = split_scales(k_scale, v_scale)
@@ -182,7 +182,8 @@ def attention(
         k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
         variant.launch(grid, (
             q, k, v, out, lse_out, part, dummy, on_device.tables, sections["lens"], items, sections["rows"],
-            dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor, sinks_in, nodes, depths, *numbers,
+            dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor, sinks_in, nodes,
+            depths, *numbers,
             *strides, *scales,
         ), key)  # fmt: skip
     if on_device.merge_grid:

@@ -18,7 +18,7 @@ from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model
 _DTYPES = ("bf16", "fp16", "fp32")
 
 
-class HeadsType(click.ParamType):
+class HeadsType(click.ParamType[tuple[int, int]]):
     """`QUERY/KV`: heads of a model, as 32/8."""
 
     name = "QUERY/KV"

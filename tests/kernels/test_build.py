@@ -1,4 +1,4 @@
-"""Every shipped configuration compiles for Hopper without a GPU; loops spill nothing; the command tells what it built."""
+"""Every shipped configuration compiles for Hopper without a GPU, and the command tells what it built."""
 
 import json
 import os
@@ -30,8 +30,8 @@ for shape, q, kv in json.loads(sys.argv[1]):
 print(json.dumps(built))
 """
 LLAMA = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
-# Tall tiles are held to 168 registers, so that a narrow program fits beside them; what they spill is spilled outside of the
-# loop over keys (read off the SASS). Narrow tiles spill next to nothing.
+# Tall tiles are held to 168 registers, so that a narrow program fits beside them; what they spill is spilled outside
+# of the loop over keys (read off the SASS). Narrow tiles spill next to nothing.
 TALL_SPILL_LIMIT, NARROW_SPILL_LIMIT = 512, 96
 
 

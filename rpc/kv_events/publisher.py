@@ -192,7 +192,7 @@ class KvEventPublisher:
         return True
 
     def _publish(self, events: Iterable[KvEvent]) -> None:
-        for group in _groups(events):
+        for group in _groups(_politely(events)):
             payload = self._pack(group)
             number = self._buffer.append(payload)
             # A PUB socket never waits: what a full subscriber cannot take is dropped for that subscriber alone.
@@ -244,6 +244,13 @@ class KvEventPublisher:
         assert self._replay is not None
         # A ROUTER drops what its peer does not read, or when the peer has gone.
         self._replay.send_multipart((peer, b"", topic, number, payload))
+
+
+def _politely(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
+    """Yield the events, and before each let threads that serve requests have the interpreter."""
+    for event in events:
+        time.sleep(0)
+        yield event
 
 
 def _groups(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:

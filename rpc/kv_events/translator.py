@@ -19,8 +19,8 @@ from radixpool.radix.namespace import Namespace
 from radixpool.rpc.kv_events.hashes import root_hash, run_hashes
 from radixpool.rpc.kv_events.messages import AllCleared, BlocksRemoved, BlocksStored, KvEvent
 
-MAX_BLOCKS_PER_EVENT: Final = 1024
-"""A longer run is announced in pieces, so that one message stays small."""
+MAX_BLOCKS_PER_EVENT: Final = 128
+"""A longer run is announced in pieces: messages stay small, and threads that serve get the interpreter in between."""
 _NOWHERE: Final = 0
 
 
@@ -77,24 +77,26 @@ class Translator:
 
     def _stored(self, event: Stored) -> Iterator[BlocksStored]:
         home = self._home(event.namespace)
-        at_root = event.parent < 0
-        parent = home.root if at_root else int(self._names[event.parent])
-        names = run_hashes(parent, event.tokens, block_size=self._block_size, media=event.media)
         blocks = np.frombuffer(event.blocks, dtype="<i4")
-        self._names[blocks] = names
-        self._numbers[blocks] = home.number
-        home.num_blocks += len(names)
         tokens = np.frombuffer(event.tokens, dtype="<u4")
-        for start in range(0, len(names), MAX_BLOCKS_PER_EVENT):
-            end = min(start + MAX_BLOCKS_PER_EVENT, len(names))
+        parent = None if event.parent < 0 else int(self._names[event.parent])
+        home.num_blocks += len(blocks)
+        for start in range(0, len(blocks), MAX_BLOCKS_PER_EVENT):
+            piece = blocks[start : start + MAX_BLOCKS_PER_EVENT]
+            ids = tokens[start * self._block_size : (start + len(piece)) * self._block_size]
+            above = home.root if parent is None else parent
+            names = run_hashes(above, ids.tobytes(), block_size=self._block_size, media=event.media)
+            self._names[piece] = names
+            self._numbers[piece] = home.number
             yield BlocksStored(
-                hashes=names[start:end],
-                parent=names[start - 1] if start else None if at_root else parent,
-                tokens=tokens[start * self._block_size : end * self._block_size].tolist(),
+                hashes=names,
+                parent=parent,
+                tokens=ids.tolist(),
                 block_size=self._block_size,
                 adapter=event.namespace.adapter or None,
-                extra_keys=_extra_keys(event, first=start, count=end - start),
+                extra_keys=_extra_keys(event, first=start, count=len(piece)),
             )
+            parent = names[-1]
 
     def _removed(self, namespace: Namespace, blocks: npt.NDArray[np.integer]) -> Iterator[BlocksRemoved]:
         home = self._homes.get(namespace)

@@ -66,9 +66,9 @@ def check(found: bytes, tokens: list[int], index: int) -> None:
 
 
 def prompt(chance: random.Random) -> list[int]:
-    """Return a prompt that often shares its beginning with others."""
-    tokens = [chance.randrange(3)] * 8
-    return tokens + [chance.randrange(4) for _ in range(chance.randrange(1, 40))]
+    """Return the beginning of one of 30 texts: together they are more than the pool holds, and all are asked for."""
+    text = random.Random(chance.randrange(30))
+    return [text.randrange(4) for _ in range(48)][: chance.randrange(9, 49)]
 
 
 def frontend(client: Client, pool: Pool, chance: random.Random) -> None:
@@ -105,12 +105,17 @@ def worker(session: Session, pool: Pool, chance: random.Random) -> None:
             written[acquired.handle] = acquired.cached_tokens
             for index in range(acquired.cached_tokens // BLOCK_SIZE):
                 check(pool.read(int(acquired.block_table[index])), tokens, index)
-        for handle, own in running.items():  # the step
+        time.sleep(chance.random() * 0.03)  # a step takes its time, and may be frozen in the middle of it
+        for handle, own in running.items():
             compute(pool, own, tables[handle], written[handle])
             written[handle] = len(own)
         for handle in list(running)[: max(0, len(running) - 4)]:
-            del running[handle]
-            session.batch([ops.Release(handle, after_step=step + 1)])
+            own = running.pop(handle)
+            found = [pool.read(int(block)) for block in tables[handle][: written[handle] // BLOCK_SIZE]]
+            (released,) = session.batch([ops.Release(handle, after_step=step + 1)])
+            if isinstance(released, ops.Released):  # then it was still ours when we read
+                for index, stamps in enumerate(found):
+                    check(stamps, own, index)
 
 
 def remapped(table: np.ndarray, result: ops.Committed) -> np.ndarray:

@@ -39,7 +39,7 @@ def near(names: list[str]) -> st.SearchStrategy[str]:
     return st.sampled_from(names) | st.text(max_size=8)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(near(SECTIONS), st.dictionaries(near(NAMES), VALUES, max_size=4) | VALUES, max_size=4))
 def test_any_configuration_is_usable_or_one_error(document: dict[str, Any]) -> None:
     original = load_module._parse
@@ -62,7 +62,7 @@ ENTRIES = st.dictionaries(near(ENTRY_KEYS), VALUES | ROLES, max_size=7) | st.fix
 DOCUMENTS = st.dictionaries(near(["token", "certificate"]), st.lists(ENTRIES | VALUES, max_size=3) | VALUES, max_size=3)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(DOCUMENTS)
 def test_any_credential_file_gives_sound_identities_or_one_error(document: dict[str, Any]) -> None:
     try:

@@ -70,4 +70,6 @@ def _flag(item: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def _metavar(item: Option) -> str:
     if item.choices:
         return f"[{'|'.join(item.choices)}]"
-    return {int: "N", float: "SECONDS"}.get(item.kind, "TEXT")
+    if item.kind is float:
+        return "SECONDS" if item.name.endswith("_s") else "NUMBER"
+    return "N" if item.kind is int else "TEXT"

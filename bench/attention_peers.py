@@ -1,7 +1,8 @@
 """Peer decode kernels for `decode.py`, each as a function that binds one workload and returns a zero-argument call.
 
-They are loaded from a folder that `--peers` names (nothing of them is part of this repository): `fa3.xz` (FlashAttention-3 as
-vLLM ships it), `peers/` with vLLM's and SGLang's Triton kernels, and the packages of FlashInfer on the path.
+They are loaded from a folder that `--peers` names (nothing of them is part of this repository): `fa3.xz`
+(FlashAttention-3 as vLLM ships it), `peers/` with vLLM's and SGLang's Triton kernels, and the packages of FlashInfer
+on the path.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def print_report(report: Report, console: Console) -> None:
 def _request_table(report: Report) -> Table:
     caption = "TTFT: time to first token in ms, all chats at once; shared, unshared: once more under equal load"
     table = Table(title="requests", caption=caption, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for column in ("turn", "worker", "prompt", "cached", "TTFT", "tokens/s"):
+    for column in ("turn", "worker", "prompt", "cached", "TTFT", "tok/s"):
         table.add_column(column, justify="left" if column in ("turn", "worker") else "right", no_wrap=True)
     if report.compared:
         for column in ("shared", "unshared", "same"):

@@ -46,8 +46,8 @@ def turn(name, number, length=32):
 
 
 def outcome(name, number, *, tokens=(1, 2, 3), cached=16, **rest):
-    times = {"ttft_ms": 100.0, "total_ms": 300.0}
-    return Outcome(turn=turn(name, number), worker="w", cached_tokens=cached, tokens=tokens, **(times | rest))
+    defaults = {"worker": "w", "ttft_ms": 100.0, "total_ms": 300.0}
+    return Outcome(turn=turn(name, number), cached_tokens=cached, tokens=tokens, **(defaults | rest))
 
 
 def test_the_first_conversations_that_fit_are_taken_whole():
@@ -238,11 +238,12 @@ def test_a_failed_request_counts_for_nothing_and_is_shown():
 
 def test_the_tables_fit_a_narrow_terminal():
     text = io.StringIO()
-    outcomes = [outcome("renewal", n, ttft_ms=12_345.0) for n in range(1, 4)]
+    outcomes = [outcome("new in town", n, ttft_ms=12_345.0, worker="worker-1") for n in range(1, 4)]
     print_report(report(outcomes, outcomes), Console(file=text, width=80))
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    assert any("12,345" in line and "yes" in line for line in lines)
+    assert sum(line.count("12,345") == 3 and "new in town" in line and "yes" in line for line in lines) == 3
+    assert not any("…" in line for line in lines)
     assert any("identical (3 requests compared, greedy)" in line for line in lines)
 
 

@@ -18,6 +18,8 @@ from radixpool.rpc.client.retry import RetryOptions, call_with_retries, pauses
 from radixpool.rpc.errors import Fenced, ManagerUnavailable
 
 PROMPT = list(range(40))
+PATIENT = ClientOptions(retry=RetryOptions(total_s=60))
+"""A process may take long to start on a busy machine."""
 GONE = (Fenced, UnknownSequence)
 """Fenced, or unknown when the heartbeat was first to learn of the new life and a call registered again."""
 
@@ -99,7 +101,7 @@ def listen(socket_dir):
 
 def test_calls_wait_for_a_manager_that_comes_back(serve, listen):
     first = serve(*listen)
-    with Client(first.address) as client:
+    with Client(first.address, options=PATIENT) as client:
         seq = client.acquire(PROMPT)
         seq.extend([1, 2])
         incarnation = client.info().incarnation
@@ -119,7 +121,7 @@ def test_calls_wait_for_a_manager_that_comes_back(serve, listen):
 
 def test_an_acquire_goes_out_again_in_a_new_epoch(serve, listen):
     first = serve(*listen)
-    with Client(first.address) as client:
+    with Client(first.address, options=PATIENT) as client:
         client.acquire(PROMPT)
         first.kill()
         serve(*listen)
@@ -130,7 +132,7 @@ def test_an_acquire_goes_out_again_in_a_new_epoch(serve, listen):
 
 def test_a_session_outlives_a_broken_stream_but_not_its_epoch(serve, listen):
     first = serve(*listen)
-    with Client(first.address) as client:
+    with Client(first.address, options=PATIENT) as client:
         session = client.session()
         (acquired,) = session.batch([ops.Acquire(PROMPT)])
         session._stream._call.cancel()
@@ -147,7 +149,7 @@ def test_a_session_outlives_a_broken_stream_but_not_its_epoch(serve, listen):
 
 def test_a_batch_that_was_interrupted_runs_once(serve, listen):
     manager = serve(*listen)
-    with Client(manager.address, options=ClientOptions(timeout_s=0.3)) as client:
+    with Client(manager.address, options=ClientOptions(timeout_s=0.3, retry=RetryOptions(total_s=60))) as client:
         (acquired,) = client.batch([ops.Acquire(PROMPT)])
         for round_number in range(1, 4):
             manager.process.send_signal(signal.SIGSTOP)
@@ -160,7 +162,7 @@ def test_a_batch_that_was_interrupted_runs_once(serve, listen):
 
 async def test_the_asyncio_client_waits_and_registers_again(serve, listen):
     first = serve(*listen)
-    async with AsyncClient(first.address) as client:
+    async with AsyncClient(first.address, options=PATIENT) as client:
         seq = await client.acquire(PROMPT)
         session = await client.session()
         await session.batch([ops.Match(PROMPT)])

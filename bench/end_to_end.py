@@ -90,7 +90,7 @@ class Stopwatch:
 class Bench:
     """One engine over a cache of this process, with stopwatches around the model and the cache."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, prompt_tokens: Sequence[int]) -> None:
         source = find_model(model_name)
         spec = pool_spec_for(source, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=KvDtype.FLOAT32)
         runner = ModelRunner(load_model(source), private_pool(spec))
@@ -106,7 +106,7 @@ class Bench:
         )
         self.engine = Engine(port, runner, limits=limits)
         self.vocab_size = source.vocab_size
-        self.prompt_tokens = [length for length in PROMPT_TOKENS if length < source.context_tokens]
+        self.prompt_tokens = [length for length in prompt_tokens if length < source.context_tokens]
         self.decode_context = min(DECODE_CONTEXT, source.context_tokens // 2)
         self._draw = random.Random(0)
         self._salts = map(str, itertools.count())
@@ -236,13 +236,21 @@ def show(rows: Sequence[Row]) -> None:
 
 @click.command(help=__doc__)
 @click.option("--model", default="smollm2", show_default=True)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(64),
+    multiple=True,
+    default=PROMPT_TOKENS,
+    show_default=True,
+    help="Prompt length of the ttft question; may be given several times.",
+)
 @click.option("--repeats", type=click.IntRange(2), default=5, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows here too.")
-def main(model: str, repeats: int, json_file: Path | None) -> None:
+def main(model: str, prompt_tokens: tuple[int, ...], repeats: int, json_file: Path | None) -> None:
     torch.set_num_threads(1)
     with Progress(console=console) as progress:
         task = progress.add_task("loading the model", total=None)
-        bench = Bench(model)
+        bench = Bench(model, prompt_tokens)
         runs = repeats * (len(bench.prompt_tokens) * len(CACHED_SHARES) + len(BATCH_SIZES)) + len(SESSION_BATCHES)
         progress.update(task, total=runs)
 

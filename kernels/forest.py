@@ -306,6 +306,32 @@ def first_items_first(records: Array, starts: Long) -> Array:
     return np.concatenate([front, records[~first]])
 
 
+def table_of(fields: dict[int, Long], count: int, width: int) -> Array:
+    """Return `count` records of `width` int32 with the given fields filled, the others zero."""
+    records = np.zeros((count, width), np.int32)
+    for field, column in fields.items():
+        records[:, field] = column
+    return records
+
+
+def cut_height(
+    tiles: Tiles, own: Long, programs: int, limits: Long, backs: Long, *, merging: bool
+) -> tuple[tuple[Long, ...], Long]:  # fmt: skip
+    """Cut the tiles `own`, all of one height, along tokens; return the pieces' fields and each program's range.
+
+    Fields: row start, rows, table, begin, end, query tokens after the last row, tokens that all rows see. `limits` are
+    the tokens each sorted row sees, with a sentinel at the end, `backs` the query tokens after it.
+    """
+    own = own[np.argsort(-(tiles.end - tiles.begin)[own], kind="stable")] if merging else own
+    tile, first, last, program = cut_tokens((tiles.end - tiles.begin)[own], programs, merging=merging)
+    tile = own[tile]
+    to_end = tiles.leaf[tile] & (tiles.begin[tile] + last == tiles.end[tile])
+    stop = np.where(to_end, TO_THE_END, tiles.begin[tile] + last)
+    row0, rows = tiles.row0[tile], tiles.rows[tile]
+    seen = np.minimum.reduceat(limits, np.stack([row0, row0 + rows], 1).ravel())[::2]
+    return (row0, rows, tiles.table[tile], tiles.begin[tile] + first, stop, backs[row0 + rows - 1], seen), program
+
+
 def build_forest(
     tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
     config_of: Callable[[int, bool], TileConfig], *, min_gain_bytes: float = 1.0,
@@ -330,38 +356,26 @@ def build_forest(
     tiles = cut_rows(segments, spec.group_size, limits)
     merging = bool((~tiles.leaf).any())
     tall, beside = bool((tiles.height >= TALL_ROWS).any()), runs_beside(tiles)
-    heights, chunks, starts = [], [], []
+    chunks, starts = [], {}
     for height in TILE_ROWS:
         own = np.flatnonzero(tiles.height == height)
-        if not len(own):
-            continue
-        own = own[np.argsort(-(tiles.end - tiles.begin)[own], kind="stable")] if merging else own
-        programs = ctas_per_head(config_of(height, tall), spec, device, beside=beside and height < TALL_ROWS)
-        tile, first, last, program = cut_tokens((tiles.end - tiles.begin)[own], programs, merging=merging)
-        tile = own[tile]
-        to_end = tiles.leaf[tile] & (tiles.begin[tile] + last == tiles.end[tile])
-        stop = np.where(to_end, TO_THE_END, tiles.begin[tile] + last)
-        row0, rows = tiles.row0[tile], tiles.rows[tile]
-        seen = np.minimum.reduceat(guarded, np.stack([row0, row0 + rows], 1).ravel())[::2]
-        chunks.append((row0, rows, tiles.table[tile], tiles.begin[tile] + first, stop, backs[row0 + rows - 1], seen))
-        heights.append(height)
-        starts.append(program)
+        if len(own):
+            programs = ctas_per_head(config_of(height, tall), spec, device, beside=beside and height < TALL_ROWS)
+            chunk, starts[height] = cut_height(tiles, own, programs, guarded, backs, merging=merging)
+            chunks.append(chunk)
     columns = [np.concatenate(c) for c in zip(*chunks, strict=True)] if chunks else [np.zeros(0, np.int64)] * 7
     part, merge_rows, merge_starts, merge_parts, num_parts = merge_lists(columns[0], columns[1], num_rows)
-    records = np.zeros((len(part), RECORD), np.int32)
-    for field, column in zip((0, 1, 2, 3, 4, 8, 9, 5), [*columns, part], strict=True):
-        records[:, field] = column
+    records = table_of(dict(zip((0, 1, 2, 3, 4, 8, 9, 5), [*columns, part], strict=True)), len(part), RECORD)
     items, done = {}, 0
-    for height, program in zip(heights, starts, strict=True):
+    for height, program in starts.items():
         items[height] = first_items_first(records[done : done + program[-1]], program)
         done += int(program[-1])
-    row_records = np.zeros((num_rows, ROW_RECORD), np.int32)
     of_row = row_seq[sorted_rows]
-    for i, column in enumerate((sorted_rows, of_row, row_back[sorted_rows], new[of_row])):
-        row_records[:, i] = column
+    row_fields = {0: sorted_rows, 1: of_row, 2: row_back[sorted_rows], 3: new[of_row]}
     lengths = segments.end - segments.begin
     return Forest(
-        items=items, programs={h: len(p) - 1 for h, p in zip(heights, starts, strict=True)}, rows=row_records,
+        items=items, programs={h: len(p) - 1 for h, p in starts.items()},
+        rows=table_of(row_fields, num_rows, ROW_RECORD),
         merge_rows=sorted_rows[merge_rows].astype(np.int32), merge_starts=merge_starts.astype(np.int32),
         merge_parts=merge_parts.astype(np.int32), num_parts=num_parts, unique_tokens=int(lengths.sum()),
         growable=int(segments.leaf.sum()) == len(active), tall=tall,

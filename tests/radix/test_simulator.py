@@ -1,7 +1,7 @@
 """One seed drives a cache, 8 clients, 2 workers with steps in flight, expiring leases and failures of every kind.
 
-`SEEDS` (default 1,000) sets how many seeds run, `FIRST_SEED` where they begin. A failure prints the seed and the shortest
-log found; `FIRST_SEED=n SEEDS=1` runs it again.
+`SEEDS` (default 1,000) sets how many seeds run, `FIRST_SEED` where they begin. A failure prints the seed and the
+shortest log found; `FIRST_SEED=n SEEDS=1` runs it again.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from radixpool.radix import MediaSpan, RadixCache, UnknownSequence
+from radixpool.radix import MediaSpan, PoolExhausted, RadixCache, UnknownSequence
 from radixpool.radix.eviction import available_policies
 from radixpool.radix.replay import Operation, RecordedCache, ReplayClock, ReplayMismatch, replay
 
@@ -81,3 +81,29 @@ def test_a_log_that_answers_differently_is_refused() -> None:
     with pytest.raises(ReplayMismatch, match="operation 0, acquire, answered") as mismatch:
         replay(log, RadixCache(8, 1, clock=clock), clock)
     assert mismatch.value.index == 0
+
+
+def test_a_persistence_alone_hears_of_every_block(simulator) -> None:
+    """Without an event log: the directory's states are the cache's, up to the last block."""
+    directory = simulator.Directory()
+    cache = RadixCache(8, 2, persistence=directory)
+    seq = cache.acquire([1, 2, 3, 4, 5])
+    cache.commit(seq, 5)
+    assert sorted(directory.state.values()) == ["private", "stored", "stored"]
+    cache.release(seq)
+    cache.evict(1)
+    assert list(directory.state.values()) == ["stored"]
+    cache.flush(mode="new_generation")
+    assert directory.state == {}
+
+
+def test_a_refusal_names_no_step_when_waiting_does_not_help() -> None:
+    """What is quarantined is less than what is short."""
+    cache = RadixCache(4, 2)
+    cache.add_worker("gpu")
+    cache.release(cache.acquire([1]), after_step=0)
+    held = cache.acquire([1, 2, 3])
+    with pytest.raises(PoolExhausted) as refusal:
+        cache.acquire([1, 2, 3, 4, 5])
+    assert refusal.value.retry_after_step is None
+    cache.release(held)

@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types cover model sim protos bench bench-policies interop clean fuzz chaos
+.PHONY: help setup run test check lint types cover model sim recovery protos bench bench-policies interop clean fuzz chaos
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ fuzz: $(SETUP)  ## random messages against a live manager (EXAMPLES=100000)
 
 chaos: $(SETUP)  ## kill and freeze managers, workers and frontends under load (ROUNDS=100)
 	RADIXPOOL_CHAOS_ROUNDS=$(or $(ROUNDS),100) $(BIN)/python -m pytest tests/chaos -q -s --timeout=0
+
+recovery: $(SETUP)  ## managers killed at any store of the directory, many times (STEPS=200000 ROUNDS=20)
+	RADIXPOOL_DIRECTORY_STEPS=$(or $(STEPS),200000) RADIXPOOL_KILL_ROUNDS=$(or $(ROUNDS),20) $(BIN)/python -m pytest tests/directory -q --timeout=0
 
 protos: $(SETUP)  ## regenerate src/radixpool/v1 from protos/
 	$(BIN)/python scripts/protos.py

@@ -12,6 +12,7 @@ import pytest
 
 from radixpool.radix import MediaSpan, PoolExhausted, RadixCache, UnknownSequence
 from radixpool.radix.eviction import available_policies
+from radixpool.radix.quarantine import NO_STEP
 from radixpool.radix.replay import Operation, RecordedCache, ReplayClock, ReplayMismatch, replay
 
 SEEDS = int(os.environ.get("SEEDS", "1000"))
@@ -106,4 +107,9 @@ def test_a_refusal_names_no_step_when_waiting_does_not_help() -> None:
     with pytest.raises(PoolExhausted) as refusal:
         cache.acquire([1, 2, 3, 4, 5])
     assert refusal.value.retry_after_step is None
-    cache.release(held)
+    cache.release(held, after_step={"gpu": NO_STEP})  # a life whose last step nobody knows
+    with pytest.raises(PoolExhausted) as refusal:
+        cache.acquire([1, 2, 3, 4, 5])
+    assert refusal.value.retry_after_step is None
+    assert cache.remove_worker("gpu") == 3
+    assert cache.acquire([1, 2, 3, 4, 5]).num_blocks == 3

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-GUIDE = Path(__file__).parents[2] / "docs" / "radix.md"
+REPO = Path(__file__).parents[2]
 MODULES = ("cache", "eviction", "media", "namespace", "replay", "tokens")
 
 
-@pytest.mark.skipif(not GUIDE.exists(), reason="the documentation is not beside the tests")
-def test_the_guide() -> None:
-    result = doctest.testfile(str(GUIDE), module_relative=False)
-    assert result.attempted > 40
+@pytest.mark.parametrize(("page", "least"), [("README.md", 6), ("docs/radix.md", 40)])
+def test_the_guides(page, least) -> None:
+    result = doctest.testfile(str(REPO / page), module_relative=False)
+    assert result.attempted > least
     assert result.failed == 0
 
 

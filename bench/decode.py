@@ -156,31 +156,42 @@ def write_results(results: list[Result], bandwidth: float, out: Path) -> None:
     plot(results, out / "decode.png")
 
 
+LABELS = {
+    "radixpool_no_sharing": "radixpool, plan without sharing",
+    "fa3": "FlashAttention-3",
+    "flashinfer": "FlashInfer",
+    "fi_cascade": "FlashInfer cascade",
+    "vllm_triton": "vLLM Triton",
+    "sglang_triton": "SGLang Triton",
+}
+
+
 def plot(results: list[Result], path: Path) -> None:
-    """Plot eager time relative to ours, a group of bars per case."""
+    """Plot eager time relative to ours: a row per case, a mark per implementation (ratios have no zero to start at)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     cases = list(dict.fromkeys(r.case for r in results))
-    names = [n for n in dict.fromkeys(r.name for r in results) if n not in ("radixpool", "torch")]
     ours = {r.case: r.eager_us for r in results if r.name == "radixpool"}
-    figure, axes = plt.subplots(figsize=(10, 0.62 * len(cases) + 1.5))
-    height = 0.8 / len(names)
-    for i, name in enumerate(names):
-        ratio = {r.case: r.eager_us / ours[r.case] for r in results if r.name == name}
-        positions = [j + i * height for j in range(len(cases))]
-        axes.barh(positions, [ratio.get(c, math.nan) for c in cases], height, label=name)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks([j + 0.4 - height / 2 for j in range(len(cases))], cases)
+    figure, axes = plt.subplots(figsize=(10, 0.3 * len(cases) + 1.6))
+    for name, marker in zip(LABELS, "|os^vD", strict=True):
+        points = [(r.eager_us / ours[r.case], cases.index(r.case)) for r in results if r.name == name and r.eager_us > 0]
+        if points:
+            axes.scatter(*zip(*points, strict=True), marker=marker, s=42, label=LABELS[name], zorder=3)
+    axes.axvline(1, color="black", linewidth=1.5, label="radixpool")
+    axes.set_yticks(range(len(cases)), cases)
     axes.invert_yaxis()
-    axes.set_xlabel("time relative to radixpool (longer is slower)")
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("time relative to radixpool (right of the line: slower)")
     axes.set_xscale("log")
-    axes.set_xticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
-    axes.legend()
+    ticks = [0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    axes.minorticks_off()
+    axes.legend(loc="lower right", fontsize="small")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

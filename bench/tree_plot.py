@@ -35,7 +35,8 @@ def _bars(axes: Any, rows: list[Row], question: str) -> None:
         errors = [[row["median"] - row["low"] for row in own], [row["high"] - row["median"] for row in own]]
         axes.bar(at, [row["median"] for row in own], width, yerr=errors, label=engine)
     axes.set_xticks([i + 0.4 - width / 2 for i in range(len(cases))], cases)
-    axes.set_yscale("log")
+    if len(series) > 1:
+        axes.set_yscale("log")  # peers are one to two orders of magnitude apart
     axes.set_ylabel("lifecycles per CPU second")
     axes.set_title(question)
     axes.legend(fontsize="small")

@@ -41,7 +41,8 @@ types: $(SETUP)
 	$(BIN)/mypy
 
 cover: $(SETUP)  ## branch coverage of radix/
-	$(BIN)/python -m pytest tests/radix tests/model -n 2 --cov=radixpool.radix --cov-branch --cov-report=term-missing:skip-covered
+	$(BIN)/python -m coverage run --branch --source=radix,src/radixpool/radix -m pytest -q tests/radix tests/model
+	$(BIN)/python -m coverage report --skip-covered --show-missing
 
 model: $(SETUP)  ## the cache against an independent oracle, step by step (STEPS=1000000)
 	STEPS=$(or $(STEPS),100000) $(BIN)/python -m pytest tests/model -q -p no:cacheprovider --timeout=0

@@ -278,3 +278,17 @@ def test_restored_runs_are_told_as_events() -> None:
     snapshot = [(run.namespace, run.parent, run.start, run.tokens, run.blocks) for run in cache.snapshot().stored]
     assert sorted(told, key=repr) == sorted(snapshot, key=repr)
     assert len(told) == 4
+
+
+def test_restored_blocks_count_against_their_tenants_quota() -> None:
+    cache = RadixCache(num_blocks=32, block_size=BLOCK_SIZE)
+    cache.set_quota("other", max_blocks=3)
+    loose = loose_blocks([ROOT, 0, ROOT], namespaces=[2, 2, 1])
+    restore_blocks(cache, plan_restore(loose), namespaces=NAMESPACES, media={}, quarantined=NONE)
+    cache.check()
+    (usage,) = cache.quotas()
+    assert (usage.used_blocks, usage.cached_blocks) == (2, 0), "fenced blocks are used, and may not be evicted yet"
+    cache.remove_worker(FORMER_INCARNATION)
+    cache.check()
+    (usage,) = cache.quotas()
+    assert (usage.used_blocks, usage.cached_blocks) == (2, 2)

@@ -292,3 +292,11 @@ def test_restored_blocks_count_against_their_tenants_quota() -> None:
     cache.check()
     (usage,) = cache.quotas()
     assert (usage.used_blocks, usage.cached_blocks) == (2, 2)
+
+
+def test_a_life_that_committed_nothing_leaves_only_its_unfinished_blocks() -> None:
+    cache = restored(loose_blocks([]), quarantined=np.array([3, 4], dtype=np.int32))
+    assert (cache.stats().free_blocks, cache.stats().quarantined_blocks) == (30, 2)
+    cache.remove_worker(FORMER_INCARNATION)
+    cache.check()
+    assert cache.stats().free_blocks == 32

@@ -177,7 +177,8 @@ def plot(results: list[Result], path: Path) -> None:
     ours = {r.case: r.eager_us for r in results if r.name == "radixpool"}
     figure, axes = plt.subplots(figsize=(10, 0.3 * len(cases) + 1.6))
     for name, marker in zip(LABELS, "|os^vD", strict=True):
-        points = [(r.eager_us / ours[r.case], cases.index(r.case)) for r in results if r.name == name and r.eager_us > 0]
+        timed = [r for r in results if r.name == name and r.eager_us > 0]
+        points = [(r.eager_us / ours[r.case], cases.index(r.case)) for r in timed]
         if points:
             axes.scatter(*zip(*points, strict=True), marker=marker, s=42, label=LABELS[name], zorder=3)
     axes.axvline(1, color="black", linewidth=1.5, label="radixpool")

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from radixpool.radix.eviction.aged import AgedPolicy
 from radixpool.radix.eviction.base import Run
-from radixpool.radix.eviction.ranked import RankedPolicy
 
 __all__ = ["GDSF"]
 
 
-class GDSF(RankedPolicy):
+class GDSF(AgedPolicy):
     """Evict the candidate whose uses are worth the least compute. `run.data` is (uses, age at the last use).
 
     Args:
@@ -28,27 +28,12 @@ class GDSF(RankedPolicy):
     """
 
     name: ClassVar[str] = "gdsf"
-    observes_hits: ClassVar[bool] = True
 
     def __init__(self, capacity: int, *, double_at: float = 1907.0) -> None:
         super().__init__(capacity)
         if not double_at > 0.0:
             raise ValueError(f"policy: gdsf:double_at must be above 0 blocks, not {double_at}")
         self._per_depth = 1.0 / double_at
-        self._age = 0.0
-
-    def inserted(self, run: Run, num_new: int) -> None:
-        """Count the first use, at the present age. O(1)."""
-        if run.data is None:
-            run.data = (1, self._age)
-
-    def touched(self, run: Run) -> None:
-        """Count one more use, at the present age. O(1)."""
-        run.data = (run.data[0] + 1, self._age)
-
-    def evicted(self, run: Run, num_blocks: int) -> None:
-        """Age the cache to the victim's key. O(1)."""
-        self._age = run.prev[0]
 
     def _score(self, run: Run) -> float:
         uses, age = run.data

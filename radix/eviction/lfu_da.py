@@ -10,34 +10,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from radixpool.radix.eviction.aged import AgedPolicy
 from radixpool.radix.eviction.base import Run
-from radixpool.radix.eviction.ranked import RankedPolicy
 
 __all__ = ["LFUDA"]
 
 
-class LFUDA(RankedPolicy):
+class LFUDA(AgedPolicy):
     """Evict the candidate with the lowest key. `run.data` is (uses, age of the cache at the last use)."""
 
     name: ClassVar[str] = "lfu-da"
-    observes_hits: ClassVar[bool] = True
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._age = 0.0
-
-    def inserted(self, run: Run, num_new: int) -> None:
-        """Count the first use, at the present age. O(1)."""
-        if run.data is None:
-            run.data = (1, self._age)
-
-    def touched(self, run: Run) -> None:
-        """Count one more use, at the present age. O(1)."""
-        run.data = (run.data[0] + 1, self._age)
-
-    def evicted(self, run: Run, num_blocks: int) -> None:
-        """Age the cache to the victim's key. O(1)."""
-        self._age = self._score(run)
 
     def _score(self, run: Run) -> float:
         uses, age = run.data

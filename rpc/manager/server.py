@@ -16,7 +16,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from radixpool.rpc import limits
-from radixpool.rpc.address import parse_address
 from radixpool.rpc.manager.admin_service import AdminService
 from radixpool.rpc.manager.cache_service import CacheService
 from radixpool.rpc.manager.engine import Engine
@@ -25,6 +24,7 @@ from radixpool.rpc.manager.listen import Listener
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.rpc.manager.pool_service import PoolService
 from radixpool.rpc.manager.recovery import open_former_life
+from radixpool.rpc.security.transport import check_listen
 from radixpool.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 SERVICE_NAMES: Final = tuple(
@@ -72,8 +72,7 @@ class ManagerServer:
         interceptors: Sequence[grpc.ServerInterceptor[Any, Any]] = (),
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        if credentials is None and not parse_address(options.listen).is_local:
-            raise ValueError(f"listen: {options.listen!r} can be reached from other machines, which needs mutual TLS")
+        check_listen(options.listen, secure=credentials is not None)
         self.engine = Engine(options, former_life=open_former_life(options))
         self._credentials = credentials
         self._listener = Listener(options.listen)

@@ -32,11 +32,6 @@ class WorkerSteps:
         self._clock = clock
         self._lost: dict[Lease, float] = {}
 
-    @property
-    def num_lost(self) -> int:
-        """How many workers are waited for although their lease has ended."""
-        return len(self._lost)
-
     def add(self, worker: Lease) -> None:
         """Count the steps of a new worker from 0."""
         self._cache.add_worker(_key(worker), completed_step=0)

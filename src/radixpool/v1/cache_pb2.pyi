@@ -92,6 +92,7 @@ class GetInfoResponse(_message.Message):
     LEASE_TTL_MS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_OPERATIONS_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_STEP_ROWS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """version is the manager's package version."""
     num_blocks: _builtins.int
@@ -106,6 +107,8 @@ class GetInfoResponse(_message.Message):
     """max_batch_operations limits one Batch or Session message."""
     max_message_bytes: _builtins.int
     """max_message_bytes limits one request."""
+    max_step_rows: _builtins.int
+    """max_step_rows limits the StepUpdate of one message."""
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     def __init__(
@@ -119,10 +122,11 @@ class GetInfoResponse(_message.Message):
         lease_ttl_ms: _builtins.int = ...,
         max_batch_operations: _builtins.int = ...,
         max_message_bytes: _builtins.int = ...,
+        max_step_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "header", b"header", "lease_ttl_ms", b"lease_ttl_ms", "max_batch_operations", b"max_batch_operations", "max_message_bytes", b"max_message_bytes", "num_blocks", b"num_blocks", "policy", b"policy", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "header", b"header", "lease_ttl_ms", b"lease_ttl_ms", "max_batch_operations", b"max_batch_operations", "max_message_bytes", b"max_message_bytes", "max_step_rows", b"max_step_rows", "num_blocks", b"num_blocks", "policy", b"policy", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1275,12 +1279,149 @@ class OperationResult(_message.Message):
 Global___OperationResult: _TypeAlias = OperationResult  # noqa: Y015
 
 @_typing.final
+class StepUpdate(_message.Message):
+    """StepUpdate is a decode step in columns: for each row, append tokens to a sequence, then commit it up to a length. It
+    does what an Extend and a Commit per row would do, in the order of the rows, each row by itself, at a fraction of the
+    cost. A sequence may be in one row only. Columns that do not fit together refuse the whole request, nothing changed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLES_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    COMMIT_UPTO_TOKENS_FIELD_NUMBER: _builtins.int
+    handles: _builtins.bytes
+    """handles is 16 bytes a row, at most max_step_rows of GetInfo."""
+    token_counts: _builtins.bytes
+    """token_counts is packed little-endian uint32: how many tokens each row appends, 0 for none. Empty means one token a
+    row, or none where tokens is empty too.
+    """
+    tokens: _builtins.bytes
+    """tokens is packed little-endian uint32: the new tokens of the first row, then those of the second, and so on."""
+    commit_upto_tokens: _builtins.bytes
+    """commit_upto_tokens is packed little-endian uint32: the KV of so many leading tokens of each row has been written,
+    its new ones counted. 0, or less than before, commits nothing. Empty means 0 for every row.
+    """
+    def __init__(
+        self,
+        *,
+        handles: _builtins.bytes = ...,
+        token_counts: _builtins.bytes = ...,
+        tokens: _builtins.bytes = ...,
+        commit_upto_tokens: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_upto_tokens", b"commit_upto_tokens", "handles", b"handles", "token_counts", b"token_counts", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepUpdate: _TypeAlias = StepUpdate  # noqa: Y015
+
+@_typing.final
+class StepUpdateResult(_message.Message):
+    """StepUpdateResult answers a StepUpdate in columns of packed little-endian integers. Rows count from 0 in the order of
+    the request. Columns of one prefix are of one length; most of them are empty most of the time.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    APPENDED_ROWS_FIELD_NUMBER: _builtins.int
+    APPENDED_BLOCKS_FIELD_NUMBER: _builtins.int
+    REMAP_ROWS_FIELD_NUMBER: _builtins.int
+    REMAP_BLOCK_INDICES_FIELD_NUMBER: _builtins.int
+    REMAP_FROM_BLOCKS_FIELD_NUMBER: _builtins.int
+    REMAP_TO_BLOCKS_FIELD_NUMBER: _builtins.int
+    INVALID_ROWS_FIELD_NUMBER: _builtins.int
+    INVALID_FROM_BLOCKS_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.bytes
+    """num_tokens is uint32: the length of each row's sequence now, 0 where there is none."""
+    committed_tokens: _builtins.bytes
+    """committed_tokens is uint32: how many leading tokens of each row are known to be written."""
+    appended_rows: _builtins.bytes
+    """appended_rows is uint32: the row that each of appended_blocks belongs to, rising."""
+    appended_blocks: _builtins.bytes
+    """appended_blocks is int32: what was added at the ends of block tables. Comes before the remaps."""
+    remap_rows: _builtins.bytes
+    """remap_rows is uint32: the row of each remap, rising. Remaps must be applied before the next step."""
+    remap_block_indices: _builtins.bytes
+    """remap_block_indices is uint32: positions in the rows' block tables."""
+    remap_from_blocks: _builtins.bytes
+    """remap_from_blocks is int32: the blocks that the sequences give up."""
+    remap_to_blocks: _builtins.bytes
+    """remap_to_blocks is int32: the blocks to read from now on."""
+    invalid_rows: _builtins.bytes
+    """invalid_rows is uint32: the rows whose table holds data that was declared bad, rising."""
+    invalid_from_blocks: _builtins.bytes
+    """invalid_from_blocks is uint32: the position of the first bad block in the table of each of invalid_rows."""
+    @_builtins.property
+    def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepError]:
+        """errors are of rows that failed. The others are not disturbed."""
+
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.bytes = ...,
+        committed_tokens: _builtins.bytes = ...,
+        appended_rows: _builtins.bytes = ...,
+        appended_blocks: _builtins.bytes = ...,
+        remap_rows: _builtins.bytes = ...,
+        remap_block_indices: _builtins.bytes = ...,
+        remap_from_blocks: _builtins.bytes = ...,
+        remap_to_blocks: _builtins.bytes = ...,
+        invalid_rows: _builtins.bytes = ...,
+        invalid_from_blocks: _builtins.bytes = ...,
+        errors: _abc.Iterable[Global___StepError] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_blocks", b"appended_blocks", "appended_rows", b"appended_rows", "committed_tokens", b"committed_tokens", "errors", b"errors", "invalid_from_blocks", b"invalid_from_blocks", "invalid_rows", b"invalid_rows", "num_tokens", b"num_tokens", "remap_block_indices", b"remap_block_indices", "remap_from_blocks", b"remap_from_blocks", "remap_rows", b"remap_rows", "remap_to_blocks", b"remap_to_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepUpdateResult: _TypeAlias = StepUpdateResult  # noqa: Y015
+
+@_typing.final
+class StepError(_message.Message):
+    """StepError is the first error of a row. When the tokens were refused, the commit was tried nevertheless, as separate
+    operations would be; num_tokens and committed_tokens say what came of each.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    @_builtins.property
+    def error(self) -> _status_pb2.Status:
+        """error is what the Extend or Commit alone would have failed with."""
+
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        error: _status_pb2.Status | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepError: _TypeAlias = StepError  # noqa: Y015
+
+@_typing.final
 class BatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    STEP_UPDATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader: ...
     @_builtins.property
@@ -1291,16 +1432,21 @@ class BatchRequest(_message.Message):
     def steps(self) -> Global___StepReport:
         """steps is for workers: what is over counts before the operations, what is launched after them."""
 
+    @_builtins.property
+    def step_update(self) -> Global___StepUpdate:
+        """step_update runs before the operations."""
+
     def __init__(
         self,
         *,
         header: _common_pb2.RequestHeader | None = ...,
         operations: _abc.Iterable[Global___Operation] | None = ...,
         steps: Global___StepReport | None = ...,
+        step_update: Global___StepUpdate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "steps", b"steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "step_update", b"step_update", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "operations", b"operations", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "operations", b"operations", "step_update", b"step_update", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1312,21 +1458,27 @@ class BatchResponse(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
+    STEP_UPDATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationResult]:
         """results stand in the order of the operations, one each."""
 
+    @_builtins.property
+    def step_update(self) -> Global___StepUpdateResult:
+        """step_update answers the request's, where it had one."""
+
     def __init__(
         self,
         *,
         header: _common_pb2.ResponseHeader | None = ...,
         results: _abc.Iterable[Global___OperationResult] | None = ...,
+        step_update: Global___StepUpdateResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "step_update", b"step_update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "results", b"results", "step_update", b"step_update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1339,6 +1491,7 @@ class SessionRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    STEP_UPDATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader: ...
     @_builtins.property
@@ -1349,16 +1502,21 @@ class SessionRequest(_message.Message):
     def steps(self) -> Global___StepReport:
         """steps is for workers: what is over counts before the operations, what is launched after them."""
 
+    @_builtins.property
+    def step_update(self) -> Global___StepUpdate:
+        """step_update runs before the operations."""
+
     def __init__(
         self,
         *,
         header: _common_pb2.RequestHeader | None = ...,
         operations: _abc.Iterable[Global___Operation] | None = ...,
         steps: Global___StepReport | None = ...,
+        step_update: Global___StepUpdate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "steps", b"steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "step_update", b"step_update", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "operations", b"operations", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "operations", b"operations", "step_update", b"step_update", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1370,21 +1528,27 @@ class SessionResponse(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
+    STEP_UPDATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> _common_pb2.ResponseHeader: ...
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationResult]:
         """results stand in the order of the operations, one each."""
 
+    @_builtins.property
+    def step_update(self) -> Global___StepUpdateResult:
+        """step_update answers the request's, where it had one."""
+
     def __init__(
         self,
         *,
         header: _common_pb2.ResponseHeader | None = ...,
         results: _abc.Iterable[Global___OperationResult] | None = ...,
+        step_update: Global___StepUpdateResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "step_update", b"step_update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "results", b"results", "step_update", b"step_update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

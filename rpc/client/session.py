@@ -14,8 +14,11 @@ from radixpool.rpc.client import codec
 from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.retry import RetryOptions, call_with_retries
 from radixpool.rpc.errors import Fenced, ManagerUnavailable
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import cache_pb2
+
+_SENT = failpoint("session.sent")
 
 
 class Session:
@@ -88,6 +91,7 @@ class _Stream:
     def exchange(self, request: cache_pb2.SessionRequest) -> cache_pb2.SessionResponse:
         """Send one message and wait for its answer. Raises grpc.RpcError."""
         self._requests.put(request)
+        _SENT()
         reply = next(self._replies, None)
         if reply is None:
             raise ManagerUnavailable("the manager ended the session")

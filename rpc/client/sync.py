@@ -30,6 +30,7 @@ from radixpool.rpc.client.sequence import RemoteSequence
 from radixpool.rpc.client.session import Session
 from radixpool.rpc.convert import pool_from_wire, pool_spec_to_wire, pool_to_wire
 from radixpool.rpc.errors import Fenced
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.pool_types import Pool, PoolSpec
 from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, pool_pb2_grpc
@@ -37,6 +38,8 @@ from radixpool.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, po
 Reply = TypeVar("Reply")
 IN_FLIGHT_POLL_S: Final = 0.005
 """How often to ask whether another sequence has computed the prefix."""
+
+_ACQUIRED = failpoint("client.acquired")
 
 
 class Client(OperatorCalls):
@@ -102,7 +105,9 @@ class Client(OperatorCalls):
         """
         operation = ops.Acquire(tokens, namespace, reserve, max_hit, tuple(media), partial)
         request = codec.acquire_request(operation)
-        return RemoteSequence(self, request, self.reacquire(request, wait_s=wait_s))
+        sequence = RemoteSequence(self, request, self.reacquire(request, wait_s=wait_s))
+        _ACQUIRED()
+        return sequence
 
     def reacquire(self, request: cache_pb2.AcquireRequest, *, wait_s: float = 0.0) -> ops.Acquired:
         """Send an acquire, once more in a new epoch if fenced; `RemoteSequence.reacquire` is for callers."""

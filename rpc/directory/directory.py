@@ -28,6 +28,7 @@ from radixpool.rpc.directory.file import OpenFiles, naming, open_files
 from radixpool.rpc.directory.interned import NO_KEY
 from radixpool.rpc.directory.layout import BlockRecordState, Geometry
 from radixpool.rpc.directory.scan import ScanResult, scan_records, wide
+from radixpool.rpc.failpoints import failpoint
 
 _FREE: Final = int(BlockRecordState.FREE)
 _PRIVATE: Final = int(BlockRecordState.PRIVATE)
@@ -35,6 +36,13 @@ _COMMITTED: Final = int(BlockRecordState.COMMITTED)
 _ONE: Final = np.uint32(1)
 _CHUNK_BLOCKS: Final = 1024
 """Rows that are put together at once; a longer run is stored in pieces, each of which is a whole prefix."""
+
+_STORE_BEGUN = failpoint("directory.store.begun")
+_BODIES_STORED = failpoint("directory.store.bodies")
+_STATES_STORED = failpoint("directory.store.states")
+_HANDED_OUT = failpoint("directory.handed_out")
+_RETURNED = failpoint("directory.returned")
+_REMOVED = failpoint("directory.removed")
 
 
 class BlockDirectory:
@@ -154,16 +162,19 @@ class BlockDirectory:
         keys were prepared and are not yet named by a record.
         """
         self._states[_ids(blocks)] = _PRIVATE
+        _HANDED_OUT()
         if self._files.interned.wants_compaction:
             self._compact()
 
     def removed(self, blocks: BlockIds) -> None:
         """Clear the records of `blocks`, which leave the tree but are held. O(len(blocks)), one vectorised store."""
         self._states[_ids(blocks)] = _PRIVATE
+        _REMOVED()
 
     def returned(self, blocks: BlockIds) -> None:
         """Clear the records of `blocks`, which become free. O(len(blocks)), one vectorised store."""
         self._states[_ids(blocks)] = _FREE
+        _RETURNED()
 
     def touched(self, block: int, last_use: int) -> None:
         """Note the last use of a path in the record of its deepest block. O(1)."""
@@ -195,6 +206,7 @@ class BlockDirectory:
     def _store(self, ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.uint32], *, parent: int, position: int) -> None:
         """Put the rows of one piece together, store them, then their states: a kill between leaves private blocks."""
         n = len(ids)
+        _STORE_BEGUN()
         rows = self._rows[:n]
         rows[:, : layout.TOKENS] = self._fields
         rows[:, layout.TOKENS : layout.TOKENS + self.geometry.block_size] = tokens
@@ -210,7 +222,9 @@ class BlockDirectory:
             self._first_row[layout.PARENT_GENERATION] = self._generations[parent]
         self._row_checksums[:n] = self._checksum.of(rows)
         self._words[ids] = rows
+        _BODIES_STORED()
         self._states[ids] = _COMMITTED
+        _STATES_STORED()
 
     def _number_of(self, namespace: Namespace) -> int:
         number = self._namespace_numbers.get(namespace)

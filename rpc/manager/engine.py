@@ -17,6 +17,7 @@ from radixpool.radix import EventLog, RadixCache
 from radixpool.radix.errors import InvariantViolation, RadixPoolError
 from radixpool.rpc import limits
 from radixpool.rpc.errors import Fenced, Recovering
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.liveness import ProcessWatch
 from radixpool.rpc.manager.handles import HandleTable
 from radixpool.rpc.manager.leases import Lease, LeaseTable
@@ -30,6 +31,14 @@ from radixpool.rpc.manager.replies import ReplyCache
 from radixpool.rpc.manager.shadow import Shadow
 from radixpool.rpc.manager.steps import WorkerSteps
 from radixpool.v1 import cache_pb2, common_pb2, pool_pb2
+
+_LEASED = failpoint("register.leased")
+_RECORDED = failpoint("register.recorded")
+_RENEWED = failpoint("heartbeat.renewed")
+_REPLY_KEPT = failpoint("reply.kept")
+_SLICE = failpoint("sweep.slice")
+_TAKEN_OVER = failpoint("pool.taken_over")
+_EMPTIED = failpoint("pool.emptied")
 
 
 class Engine:
@@ -131,6 +140,7 @@ class Engine:
             if outcome is None:
                 outcome = self._outcome(reply, lease, act)
                 self.replies.keep(lease, header.request_id, outcome)
+                _REPLY_KEPT()
             elif isinstance(outcome, type(reply)):
                 reply.CopyFrom(outcome)
             elif not isinstance(outcome, Exception):
@@ -187,11 +197,13 @@ class Engine:
                 self.steps.replaced(life_before)
             if former is not None:
                 self._bury(former)
+            _LEASED()
             try:
                 self.former_life.client_registered(client_id, role, process)
             except RadixPoolError:
                 self.leases.end(client_id)
                 raise
+            _RECORDED()
             if role == cache_pb2.CLIENT_ROLE_WORKER:
                 lease.process = ProcessWatch(process)
                 self.steps.add(lease)
@@ -205,6 +217,7 @@ class Engine:
                 self.steps.completed(lease, request.steps)
                 self.steps.launched(lease, request.steps)
             self.leases.renew(lease)
+            _RENEWED()
 
     def unregister_client(self, header: common_pb2.RequestHeader) -> int:
         """End a live lease, abort its sequences and return how many there were. Raises Fenced."""
@@ -240,6 +253,7 @@ class Engine:
                     self._gone(self._dying.popleft())
                 else:
                     self.cache.release(held.sequence, after_step=self.steps.fence(held, None))
+                    _SLICE()
             return bool(self._dying)
 
     def _note_event_time(self) -> None:
@@ -280,6 +294,7 @@ class Engine:
     def _take_over_pool(self, pool: pool_pb2.Pool, holder: Lease) -> None:
         if self.pools.register(pool, holder):
             self._start_generation(keep=holder)
+        _TAKEN_OVER()
         self.former_life.pool_registered(pool.pool_id)
 
     def _start_generation(self, *, keep: Lease) -> None:
@@ -292,6 +307,7 @@ class Engine:
         self._dying.clear()
         self.generation += 1
         self.former_life.pool_replaced(self.generation)
+        _EMPTIED()
         self._start_cache()
 
     def pool_state(self) -> tuple[bool, bool]:

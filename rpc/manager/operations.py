@@ -16,6 +16,7 @@ from radixpool.radix.media import MediaSpan
 from radixpool.radix.namespace import DEFAULT_NAMESPACE
 from radixpool.rpc import limits
 from radixpool.rpc.convert import namespace_from_wire
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.manager.handles import HandleTable, Held
 from radixpool.rpc.manager.leases import Lease
 from radixpool.rpc.manager.shadow import Shadow
@@ -24,6 +25,16 @@ from radixpool.rpc.status import row_of, status_from_error
 from radixpool.v1 import cache_pb2, common_pb2
 
 Handler: TypeAlias = Callable[[Lease, Any, Any], None]
+
+_ACQUIRE_BEGUN = failpoint("acquire.begun")
+_ALLOCATED = failpoint("acquire.allocated")
+_COMMIT_BEGUN = failpoint("commit.begun")
+_FINDABLE = failpoint("commit.findable")
+_REMAPPED = failpoint("commit.remapped")
+_RELEASE_BEGUN = failpoint("release.begun")
+_GIVEN_BACK = failpoint("release.given_back")
+_STEPS_COMPLETED = failpoint("steps.completed")
+_HALF = failpoint("batch.half")
 
 
 class Operations:
@@ -72,8 +83,10 @@ class Operations:
         has_steps = request.HasField("steps")
         if has_steps:
             self._steps.completed(lease, request.steps)
+            _STEPS_COMPLETED()
         for operation in request.operations:
             self._run_one(lease, operation, reply.results.add())
+            _HALF()
         if has_steps:
             self._steps.launched(lease, request.steps)
 
@@ -134,6 +147,7 @@ class Operations:
     def _acquire(self, lease: Lease, request: cache_pb2.AcquireRequest, reply: cache_pb2.AcquireResponse) -> None:
         self._handles.check_room(lease)
         media = request.media
+        _ACQUIRE_BEGUN()
         outcome = self._cache.acquire(
             request.tokens,
             namespace=_namespace(request),
@@ -147,6 +161,7 @@ class Operations:
             reply.pending.cached_tokens = outcome.cached_tokens
             reply.pending.available_tokens = outcome.available_tokens
             return
+        _ALLOCATED()
         held = self._handles.add(outcome, lease)
         if lease.role == cache_pb2.CLIENT_ROLE_WORKER:
             held.used_by(lease)
@@ -175,7 +190,11 @@ class Operations:
         held = self._find(lease, request.handle)
         sequence = held.sequence
         fence = self._steps.fence(held, lease)
+        _COMMIT_BEGUN()
         committed = self._cache.commit(sequence, request.upto_tokens, after_step=fence)
+        _FINDABLE()
+        if committed.remaps:
+            _REMAPPED()
         reply.committed_tokens = committed.committed_tokens
         for remap in committed.remaps:
             reply.remaps.add(block_index=remap.index, from_block=remap.old_block, to_block=remap.new_block)
@@ -213,7 +232,10 @@ class Operations:
 
     def _release(self, lease: Lease, request: cache_pb2.ReleaseRequest, _reply: cache_pb2.ReleaseResponse) -> None:
         held = self._handles.get(request.handle)
-        self._cache.release(held.sequence, after_step=self._steps.fence(held, lease, _after_step(request)))
+        fence = self._steps.fence(held, lease, _after_step(request))
+        _RELEASE_BEGUN()
+        self._cache.release(held.sequence, after_step=fence)
+        _GIVEN_BACK()
         self._handles.remove(held)
 
 

@@ -32,6 +32,7 @@ from radixpool.rpc.directory import BlockDirectory
 from radixpool.rpc.directory.file import NEW
 from radixpool.rpc.directory.layout import NO_POOL
 from radixpool.rpc.directory.processes import ProcessMark, mark_process
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.v1 import cache_pb2
 
@@ -40,6 +41,8 @@ GRACE_S: Final = 2.0
 """The longest GPU step that a client may have begun just before its lease ended."""
 _log = logging.getLogger(__name__)
 _NO_POOL_KNOWN: Final = "no pool was registered in its former life, so that nobody answers for the bytes"
+_SCANNED = failpoint("recovery.scanned")
+_RESTORED = failpoint("recovery.restored")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +212,7 @@ class RecordedLife(FormerLife):
     def _restore(self, cache: RadixCache) -> None:
         started = time.perf_counter()
         scan = self._directory.scan()
+        _SCANNED()
         if self.last_pool_id:
             plan, unvouched = plan_restore(scan.loose), scan.loose.blocks[:0]
         else:
@@ -218,6 +222,7 @@ class RecordedLife(FormerLife):
         quarantined = np.concatenate((scan.private, dropped))
         with collector_paused():
             restore_blocks(cache, plan, namespaces=scan.namespaces(), media=scan.keys, quarantined=quarantined)
+        _RESTORED()
         self._fenced = cache
         self._awaits_pool = plan.num_runs > 0
         reason = self._directory.started_empty_because

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from radixpool.rpc import limits
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.manager.admin_service import AdminService
 from radixpool.rpc.manager.cache_service import CacheService
 from radixpool.rpc.manager.engine import Engine
@@ -57,6 +58,10 @@ _SERVER_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+
+_BOUND = failpoint("manager.bound")
+_DRAINING = failpoint("manager.draining")
+_STOPPED = failpoint("manager.stopped")
 
 
 class ManagerServer:
@@ -107,6 +112,7 @@ class ManagerServer:
         except BaseException:
             self.engine.close()
             raise
+        _BOUND()
         self._server.start()
         self._tell_health()
         self._sweeper.start()
@@ -117,12 +123,14 @@ class ManagerServer:
         self.is_serving = False
         self._health.enter_graceful_shutdown()
         self.engine.begin_drain()
+        _DRAINING()
         while time.monotonic() < deadline and not self.engine.is_drained():
             time.sleep(_DRAIN_POLL_S)
         self._server.stop(min(grace_s, _SETTLE_S)).wait()
         self._stopping.set()
         self._sweeper.join()
         self._threads.shutdown(wait=True)
+        _STOPPED()
         self._listener.close()
         self.engine.close()
 

@@ -7,10 +7,13 @@ import secrets
 from types import TracebackType
 from typing import Self
 
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.pool.geometry import pool_bytes, require_complete
 from radixpool.rpc.pool.memory import create_memfd
 from radixpool.rpc.pool.sockets import DescriptorServer
 from radixpool.rpc.pool_types import MemfdAttachment, Pool, PoolSpec
+
+_ALLOCATED = failpoint("holder.allocated")
 
 
 class PoolHolder:
@@ -31,6 +34,7 @@ class PoolHolder:
         except BaseException:
             os.close(self._descriptor)
             raise
+        _ALLOCATED()
         self._closed = False
 
     def describe(self) -> Pool:

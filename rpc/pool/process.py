@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from radixpool.rpc.client import Client, ClientOptions, ClientRole
 from radixpool.rpc.client.retry import NO_RETRY
 from radixpool.rpc.errors import ManagerUnavailable, PoolMismatch
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.operations import ServiceInfo
 from radixpool.rpc.pool.holder import PoolHolder
 from radixpool.rpc.pool_types import PoolSpec
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 1.0
 _CONNECT_INTERVAL_S = 0.1
+_REGISTERED = failpoint("holder.registered")
+_KEEPING = failpoint("holder.keeping")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +64,10 @@ class HolderProcess:
             spec = self._make_spec(info.num_blocks, info.block_size)
             with PoolHolder(spec, socket_address=self._options.socket_address) as holder:
                 client.register_pool(holder.describe())
+                _REGISTERED()
                 on_ready(holder)
                 while not self._stop.wait(_CHECK_INTERVAL_S):
+                    _KEEPING()
                     self._keep_registered(client, holder)
         finally:
             client.close()

@@ -15,11 +15,14 @@ import threading
 from pathlib import Path
 
 from radixpool.radix.errors import RadixPoolError
+from radixpool.rpc.failpoints import failpoint
 
 _MAX_PATH_BYTES = 107
 _PEER_CREDENTIALS = struct.Struct("3i")
 _REPLY_BYTES = 16
 _RECEIVE_TIMEOUT_S = 10.0
+
+_HANDING_OUT = failpoint("holder.handing_out")
 
 
 class DescriptorRefused(RadixPoolError):
@@ -64,6 +67,7 @@ class DescriptorServer:
                 return  # closed
             with connection, contextlib.suppress(OSError):  # a peer that hangs up harms only itself
                 if _peer_uid(connection) in (os.geteuid(), 0):
+                    _HANDING_OUT()
                     socket.send_fds(connection, [self._tag], [self._descriptor])
 
 

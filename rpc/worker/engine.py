@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from radixpool.radix.errors import PoolExhausted, QuotaExceeded, RadixPoolError, UnknownSequence
 from radixpool.rpc import operations as ops
 from radixpool.rpc.errors import LimitExceeded
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.generation import FinishReason, GenerateFinished, GenerateStarted, GenerateTokens
 from radixpool.rpc.worker.admission import Admission
 from radixpool.rpc.worker.batching import build_batch
@@ -34,6 +35,9 @@ from radixpool.rpc.worker.step import Runner
 log = logging.getLogger(__name__)
 
 _REFUSALS = (PoolExhausted, QuotaExceeded)
+_LAUNCHED = failpoint("worker.step.launched")
+_WRITTEN = failpoint("worker.step.written")
+_REPORTED = failpoint("worker.step.reported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +135,13 @@ class Engine:
             self._fail_stalled()
             self._rest()
             return False
+        _LAUNCHED()
         tokens = self._forward(chunks)
+        _WRITTEN()
         if tokens is not None:
             self._advance(chunks, tokens)
         self._confirm()
+        _REPORTED()
         return True
 
     def interrupt(self, error: Exception) -> None:

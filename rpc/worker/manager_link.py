@@ -15,6 +15,7 @@ from radixpool.rpc import operations as ops
 from radixpool.rpc.client import Client, ClientOptions, ClientRole, Session
 from radixpool.rpc.client.retry import RetryOptions
 from radixpool.rpc.errors import Fenced, ManagerUnavailable, PoolUnavailable
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.pool.attach import attach
 from radixpool.rpc.pool.geometry import require_complete
 from radixpool.rpc.pool.sockets import DescriptorRefused
@@ -29,6 +30,9 @@ _RETRY_INTERVAL_S = 0.2
 _RETRY = RetryOptions(total_s=1.0)
 _NOT_YET = (ManagerUnavailable, PoolUnavailable, Fenced, DescriptorRefused)
 """What passes when manager and pool holder have (re)started."""
+
+_REGISTERED = failpoint("worker.registered")
+_ATTACHED = failpoint("worker.attached")
 
 
 class ManagerLink:
@@ -91,11 +95,14 @@ class ManagerLink:
         self._client = client = Client(self._address, options=options)
         info = client.info()
         wanted = pool_spec_for(self._source, num_blocks=info.num_blocks, block_size=info.block_size, dtype=None)
+        # First the lease, then the pool: a pool that replaces this one fences the lease.
+        self._session = client.session()
+        _REGISTERED()
         pool = client.attach_pool(wanted)
         if pool.pool_id != self.pool_id:
             self.pool = attach(pool, expected=_with_dtype_of(wanted, pool.spec))
             self.pool_id = pool.pool_id
-        self._session = client.session()
+        _ATTACHED()
 
 
 def _with_dtype_of(wanted: PoolSpec, offered: PoolSpec) -> PoolSpec:

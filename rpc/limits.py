@@ -21,6 +21,8 @@ MAX_PATH_BYTES: Final = 4096
 MAX_MESSAGE_BYTES: Final = 8 << 20
 """One request or reply: two million tokens."""
 MAX_BATCH_OPERATIONS: Final = 4096
+MAX_STEP_ROWS: Final = 4096
+"""Sequences in the columns of one step."""
 MAX_HANDLES_PER_QUERY: Final = 4096
 MAX_CLIENTS: Final = 4096
 MAX_SEQUENCES_PER_CLIENT: Final = 65_536

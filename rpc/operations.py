@@ -32,6 +32,7 @@ class ServiceInfo:
     lease_ttl_ms: int
     max_batch_operations: int
     max_message_bytes: int
+    max_step_rows: int
     incarnation: int
     generation: int
 

@@ -15,6 +15,7 @@ from radixpool.rpc.client.sequence import RemoteSequence
 from radixpool.rpc.client.session import Session
 from radixpool.rpc.client.sync import Client
 from radixpool.rpc.client.worker import WorkerClient
+from radixpool.rpc.step_columns import Step, Stepped
 
 __all__ = [
     "AsyncClient",
@@ -26,5 +27,7 @@ __all__ = [
     "RetryOptions",
     "RemoteSequence",
     "Session",
+    "Step",
+    "Stepped",
     "WorkerClient",
 ]

@@ -26,17 +26,19 @@ from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.options import ClientOptions
 from radixpool.rpc.client.retry import call_with_retries_async
 from radixpool.rpc.client.sequence import SequenceState
+from radixpool.rpc.client.stepping import step_update, stepped
 from radixpool.rpc.client.sync import IN_FLIGHT_POLL_S
 from radixpool.rpc.errors import Fenced
 from radixpool.rpc.status import error_from_rpc
+from radixpool.rpc.step_columns import Step, Stepped
 from radixpool.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 
 
 class AsyncClient:
     """A connection to one manager, for one event loop.
 
-    Data path: acquire, extend, reserve, commit, release, match, get_block_tables, batch, session. Operators: info,
-    stats. Life: close, or use it as an async context manager.
+    Data path: acquire, extend, reserve, commit, release, match, get_block_tables, batch, step, session.
+    Operators: info, stats. Life: close, or use it as an async context manager.
     """
 
     def __init__(self, address: str, *, options: ClientOptions | None = None) -> None:
@@ -154,6 +156,15 @@ class AsyncClient:
         request = cache_pb2.BatchRequest(operations=messages, steps=codec.step_report(steps))
         reply = await self._change(self._cache.Batch, request)
         return codec.results(reply.results, len(messages))
+
+    async def step(
+        self, step: Step, operations: Iterable[ops.Operation] = (), *, steps: ops.StepReport | None = None
+    ) -> Stepped:
+        """Extend and commit many sequences at once, then run `operations`; `Session.step` does the same faster."""
+        update = step_update(step)
+        messages = list(map(codec.operation_message, operations))
+        request = cache_pb2.BatchRequest(step_update=update, operations=messages, steps=codec.step_report(steps))
+        return stepped(await self._change(self._cache.Batch, request), update, len(messages))
 
     async def session(self) -> AsyncSession:
         """Open a stream for many batches, answered in order: several times faster than calls."""

@@ -13,8 +13,10 @@ from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
 from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.retry import RetryOptions, call_with_retries_async
+from radixpool.rpc.client.stepping import step_update, stepped
 from radixpool.rpc.errors import Fenced, ManagerUnavailable
 from radixpool.rpc.status import error_from_rpc
+from radixpool.rpc.step_columns import Step, Stepped
 from radixpool.v1 import cache_pb2
 
 _END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
@@ -51,17 +53,35 @@ class AsyncSession:
         A worker reports its `steps`: what is over counts before the operations, what it launches next after them.
         """
         messages = list(map(codec.operation_message, operations))
+        request = cache_pb2.SessionRequest(operations=messages, steps=codec.step_report(steps))
+        return codec.results((await self._send(request)).results, len(messages))
+
+    async def step(
+        self, step: Step, operations: Iterable[ops.Operation] = (), *, steps: ops.StepReport | None = None
+    ) -> Stepped:
+        """Extend and commit many sequences at once, then run `operations`, in one message; see `Step` and `Stepped`.
+
+        Several times faster than the same single operations. A row that fails disturbs no other. Raises ValueError or
+        TypeError, nothing sent, for columns that do not fit together, and ValueError, nothing changed, for one sequence
+        in two rows.
+        """
+        update = step_update(step)
+        messages = list(map(codec.operation_message, operations))
+        request = cache_pb2.SessionRequest(step_update=update, operations=messages, steps=codec.step_report(steps))
+        return stepped(await self._send(request), update, len(messages))
+
+    async def _send(self, request: cache_pb2.SessionRequest) -> cache_pb2.SessionResponse:
+        """Send a message under one number, however often."""
         async with self._lock:
             header = self._identity.begin()
-            request = cache_pb2.SessionRequest(header=header, operations=messages, steps=codec.step_report(steps))
+            request.header.CopyFrom(header)
             try:
-                reply = await call_with_retries_async(lambda: self._exchange(request), self._retry)
+                return await call_with_retries_async(lambda: self._exchange(request), self._retry)
             except Fenced:
                 self._identity.end_epoch(header.epoch)
                 raise
             finally:
                 self._identity.end(header)
-        return codec.results(reply.results, len(messages))
 
     async def close(self) -> None:
         """End the stream. A second close does nothing."""

@@ -238,6 +238,7 @@ def service_info(message: cache_pb2.GetInfoResponse) -> ops.ServiceInfo:
         lease_ttl_ms=message.lease_ttl_ms,
         max_batch_operations=message.max_batch_operations,
         max_message_bytes=message.max_message_bytes,
+        max_step_rows=message.max_step_rows,
         incarnation=message.header.incarnation,
         generation=message.header.generation,
     )

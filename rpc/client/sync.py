@@ -28,11 +28,13 @@ from radixpool.rpc.client.options import ClientOptions
 from radixpool.rpc.client.retry import call_with_retries
 from radixpool.rpc.client.sequence import RemoteSequence
 from radixpool.rpc.client.session import Session
+from radixpool.rpc.client.stepping import step_update, stepped
 from radixpool.rpc.convert import pool_from_wire, pool_spec_to_wire, pool_to_wire
 from radixpool.rpc.errors import Fenced
 from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.pool_types import Pool, PoolSpec
 from radixpool.rpc.status import error_from_rpc
+from radixpool.rpc.step_columns import Step, Stepped
 from radixpool.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 Reply = TypeVar("Reply")
@@ -45,7 +47,7 @@ _ACQUIRED = failpoint("client.acquired")
 class Client(OperatorCalls):
     """A connection to one manager.
 
-    Data path: acquire, extend, reserve, commit, release, match, get_block_tables, batch, session.
+    Data path: acquire, extend, reserve, commit, release, match, get_block_tables, batch, step, session.
     Pool: register_pool, attach_pool, get_pool. Operators: info, stats, check, inspect_tree, inspect_block,
     inspect_sequence, list_clients. Life: close, or use it as a context manager.
     """
@@ -172,6 +174,15 @@ class Client(OperatorCalls):
         request = cache_pb2.BatchRequest(operations=messages, steps=codec.step_report(steps))
         reply = self._change(self._cache.Batch, request)
         return codec.results(reply.results, len(messages))
+
+    def step(
+        self, step: Step, operations: Iterable[ops.Operation] = (), *, steps: ops.StepReport | None = None
+    ) -> Stepped:
+        """Extend and commit many sequences at once, then run `operations`; `Session.step` does the same faster."""
+        update = step_update(step)
+        messages = list(map(codec.operation_message, operations))
+        request = cache_pb2.BatchRequest(step_update=update, operations=messages, steps=codec.step_report(steps))
+        return stepped(self._change(self._cache.Batch, request), update, len(messages))
 
     def report_steps(self, steps: ops.StepReport) -> None:
         """Report a worker's steps when there is no batch to send; renews the lease too."""

@@ -29,6 +29,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             lease_ttl_ms=options.lease_ttl_ms,
             max_batch_operations=limits.MAX_BATCH_OPERATIONS,
             max_message_bytes=limits.MAX_MESSAGE_BYTES,
+            max_step_rows=limits.MAX_STEP_ROWS,
         )
         self._engine.stamp(reply.header)
         return reply

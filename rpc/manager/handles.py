@@ -5,7 +5,7 @@ A handle works while its owner's lease is alive, within its tenant; who knows it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from radixpool.radix import Sequence
 from radixpool.radix.errors import UnknownSequence
@@ -69,11 +69,21 @@ class HandleTable:
             if len(handle) != limits.HANDLE_BYTES:
                 raise ValueError(f"handle must be {limits.HANDLE_BYTES} bytes, got {len(handle)}")
             raise UnknownSequence(fingerprint(handle))
-        tenant = current_tenant()
-        # A handle of another tenant is answered like one that never was.
-        if not held.lease.alive or (tenant is not None and held.sequence.namespace.tenant != tenant):
+        if not _is_open(held, current_tenant()):
             raise UnknownSequence(fingerprint(handle))
         return held
+
+    def get_all(self, handles: Iterable[bytes]) -> list[Held | UnknownSequence]:
+        """Return each live sequence, or the error for it. O(handles), the caller is looked at once."""
+        tenant, find = current_tenant(), self._by_handle.get
+        found: list[Held | UnknownSequence] = []
+        for handle in handles:
+            held = find(handle)
+            if held is not None and _is_open(held, tenant):
+                found.append(held)
+            else:
+                found.append(UnknownSequence(fingerprint(handle)))
+        return found
 
     def get_by_id(self, sequence_id: int) -> Held:
         """Return a live sequence by the cache's own number. Raises UnknownSequence. O(1)."""
@@ -96,6 +106,11 @@ class HandleTable:
         held = self._by_handle[handle]
         self.remove(held)
         return held
+
+
+def _is_open(held: Held, tenant: str | None) -> bool:
+    """Whether a caller of `tenant` may use it: a handle of another tenant is answered like one that never was."""
+    return held.lease.alive and (tenant is None or held.sequence.namespace.tenant == tenant)
 
 
 def fingerprint(handle: bytes) -> str:

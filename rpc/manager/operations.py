@@ -20,8 +20,10 @@ from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.manager.handles import HandleTable, Held
 from radixpool.rpc.manager.leases import Lease
 from radixpool.rpc.manager.shadow import Shadow
+from radixpool.rpc.manager.stepping import Stepping
 from radixpool.rpc.manager.steps import WorkerSteps
 from radixpool.rpc.status import row_of, status_from_error
+from radixpool.rpc.step_columns import read_rows
 from radixpool.v1 import cache_pb2, common_pb2
 
 Handler: TypeAlias = Callable[[Lease, Any, Any], None]
@@ -58,6 +60,7 @@ class Operations:
         self._handles = handles
         self._steps = steps
         self._on_refusal = on_refusal
+        self._stepping = Stepping(cache, handles, steps, on_refusal=on_refusal)
         self._shadow = shadow
         self._removals = removals
         self.handlers: dict[str, Handler] = {
@@ -79,11 +82,14 @@ class Operations:
         request: cache_pb2.BatchRequest | cache_pb2.SessionRequest,
         reply: cache_pb2.BatchResponse | cache_pb2.SessionResponse,
     ) -> None:
-        """Run the operations of a batch in order, each by itself: an error becomes its result."""
+        """Run the rows and operations of a batch in order, each by itself: an error becomes its result."""
+        rows = read_rows(request.step_update) if request.HasField("step_update") else None
         has_steps = request.HasField("steps")
         if has_steps:
             self._steps.completed(lease, request.steps)
             _STEPS_COMPLETED()
+        if rows is not None:
+            self._stepping.run(lease, rows, reply.step_update)
         for operation in request.operations:
             self._run_one(lease, operation, reply.results.add())
             _HALF()

@@ -1,0 +1,107 @@
+"""Steps to messages and messages to results, for both clients. Numpy does the work: nothing is done per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from radixpool.radix.tokens import pack_tokens
+from radixpool.rpc import limits
+from radixpool.rpc import operations as ops
+from radixpool.rpc.client import codec
+from radixpool.rpc.errors import ProtocolError
+from radixpool.rpc.status import error_from_status
+from radixpool.rpc.step_columns import UINT32_BYTES, Counts, Rows, Step, Stepped, check_columns
+from radixpool.v1 import cache_pb2
+
+_UINT32_MAX: Final = 2**32 - 1
+_COLUMN_SETS: Final = (
+    ("num_tokens", "committed_tokens"),
+    ("appended_rows", "appended_blocks"),
+    ("remap_rows", "remap_block_indices", "remap_from_blocks", "remap_to_blocks"),
+    ("invalid_rows", "invalid_from_blocks"),
+)
+"""Columns of the result that must be of one length."""
+
+
+def step_update(step: Step) -> cache_pb2.StepUpdate:
+    """Return the message of a step. Raises ValueError or TypeError naming the column that does not fit."""
+    rows = len(step.handles)
+    update = cache_pb2.StepUpdate(
+        handles=_pack_handles(step.handles),
+        token_counts=_pack_counts(step.token_counts, rows, "token_counts"),
+        tokens=pack_tokens(step.tokens),
+        commit_upto_tokens=_pack_counts(step.commit_upto_tokens, rows, "commit_upto_tokens"),
+    )
+    check_columns(update)
+    return update
+
+
+def stepped(
+    message: cache_pb2.BatchResponse | cache_pb2.SessionResponse, update: cache_pb2.StepUpdate, num_operations: int
+) -> Stepped:
+    """Return the result of a step and of the operations that went along with it."""
+    if not message.HasField("step_update"):
+        raise ProtocolError("the manager did not answer the step: it is older than this client")
+    result = message.step_update
+    rows = len(update.handles) // limits.HANDLE_BYTES
+    if len(result.num_tokens) != rows * UINT32_BYTES:
+        raise ProtocolError(f"the manager answered {len(result.num_tokens) // UINT32_BYTES} of {rows} rows")
+    for names in _COLUMN_SETS:
+        if len({len(getattr(result, name)) for name in names}) != 1:
+            raise ProtocolError(f"the manager's columns {', '.join(names)} differ in length")
+    return Stepped(
+        num_tokens=_uint32(result.num_tokens),
+        committed_tokens=_uint32(result.committed_tokens),
+        appended_rows=_uint32(result.appended_rows),
+        appended_blocks=_int32(result.appended_blocks),
+        remap_rows=_uint32(result.remap_rows),
+        remap_block_indices=_uint32(result.remap_block_indices),
+        remap_from_blocks=_int32(result.remap_from_blocks),
+        remap_to_blocks=_int32(result.remap_to_blocks),
+        invalid_rows=_uint32(result.invalid_rows),
+        invalid_from_blocks=_uint32(result.invalid_from_blocks),
+        errors={error.row: error_from_status(error.error) for error in result.errors},
+        results=tuple(codec.results(message.results, num_operations)),
+    )
+
+
+def _pack_handles(handles: Sequence[bytes] | np.ndarray) -> bytes:
+    size = limits.HANDLE_BYTES
+    if isinstance(handles, np.ndarray):
+        if handles.dtype != np.uint8 or handles.ndim != 2 or handles.shape[1] != size:
+            raise ValueError(f"handles must be uint8 [S, {size}], got {handles.dtype} {list(handles.shape)}")
+        return handles.tobytes()
+    if set(map(len, handles)) - {size}:
+        row = next(row for row, handle in enumerate(handles) if len(handle) != size)
+        raise ValueError(f"handles[{row}] must be {size} bytes, got {len(handles[row])}")
+    return b"".join(handles)
+
+
+def _pack_counts(values: Counts | None, rows: int, name: str) -> bytes:
+    if values is None:
+        return b""
+    column = np.asarray(values)
+    if column.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, not of shape {column.shape}")
+    if len(column) != rows:
+        raise ValueError(f"{name} must have one entry a row, {rows} in all, got {len(column)}")
+    if not rows:
+        return b""
+    if column.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, not {column.dtype}")
+    if column.dtype != np.uint32:
+        for row in (int(column.argmin()), int(column.argmax())):
+            if not 0 <= column[row] <= _UINT32_MAX:
+                raise ValueError(f"{name}[{row}] must be from 0 to {_UINT32_MAX}, got {column[row]}")
+    return column.astype("<u4", copy=False).tobytes()
+
+
+def _uint32(packed: bytes) -> Rows:
+    return np.frombuffer(packed, dtype="<u4")
+
+
+def _int32(packed: bytes) -> ops.BlockIds:
+    return np.frombuffer(packed, dtype="<i4")

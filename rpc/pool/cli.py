@@ -5,12 +5,14 @@ from __future__ import annotations
 import click
 
 from radixpool.rpc.address import parse_address
+from radixpool.rpc.cli.device_option import device_option, dtype_option, pool_dtype
 from radixpool.rpc.cli.options import address_option, usage_errors
 from radixpool.rpc.cli.running import announce, log_to_stderr, ready_fd_option, stop_on_signals
-from radixpool.rpc.pool.geometry import DTYPE_BYTES, pool_bytes
+from radixpool.rpc.pool.device import Device
+from radixpool.rpc.pool.geometry import pool_bytes
 from radixpool.rpc.pool.holder import PoolHolder
 from radixpool.rpc.pool.process import HolderOptions, HolderProcess
-from radixpool.rpc.pool_types import KvDtype, PoolSpec
+from radixpool.rpc.pool_types import PoolSpec
 from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model, pool_spec_for
 
 
@@ -21,27 +23,31 @@ from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model, pool_sp
     show_default=True,
     help="Whose KV the pool is for: a known name, a .gguf file, or a directory with config.json and safetensors.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice([dtype.value for dtype in DTYPE_BYTES]),
-    default=KvDtype.FLOAT32.value,
-    show_default=True,
-    help="Element type. float32 keeps exactly what a float32 model computes; the others take half the memory.",
-)
+@device_option("Where the pool lies: cpu, or cuda or cuda:N for the memory of a GPU, shared by CUDA IPC.")
+@dtype_option
 @click.option(
     "--socket",
     "socket_address",
-    help="Unix socket that hands out the memory: a path, or @name for an abstract one.  [default: a fresh @name]",
+    help="Unix socket that hands out memory of the CPU: a path, or @name (abstract).  [default: a fresh @name]",
 )
 @click.option("--name", default="pool", show_default=True, help="Shown to operators.")
 @address_option
 @ready_fd_option
-def command(address: str, model: str, dtype: str, socket_address: str | None, name: str, ready_fd: int | None) -> None:
+def command(
+    address: str,
+    model: str,
+    device: Device,
+    dtype: str | None,
+    socket_address: str | None,
+    name: str,
+    ready_fd: int | None,
+) -> None:
     """Allocate and hold the physical pool of KV blocks.
 
     The manager at --address decides how many blocks of how many tokens there are, the model decides how many bytes one
     takes. Workers of the same user map the pool and share every block in it. The pool lives as long as this process
-    runs: it outlives workers and restarts of the manager, and it leaves nothing behind when it ends or is killed.
+    runs: it outlives workers and restarts of the manager, and it leaves nothing behind when it ends or is killed. On a
+    GPU this process needs the driver only, not torch.
 
     \b
     Example, with a manager running:
@@ -49,17 +55,21 @@ def command(address: str, model: str, dtype: str, socket_address: str | None, na
       radixpool worker --model smollm2 --listen 127.0.0.1:7400
     """
     log_to_stderr()
+    if device.is_cuda and socket_address is not None:
+        raise click.UsageError("--socket hands out memory of the CPU; a pool on a GPU is mapped through the driver")
     source = find_model(model)
+    kv_dtype = pool_dtype(dtype, device)
 
     def make_spec(num_blocks: int, block_size: int) -> PoolSpec:
-        return pool_spec_for(source, num_blocks=num_blocks, block_size=block_size, dtype=KvDtype(dtype))
+        return pool_spec_for(source, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype)
 
     def on_ready(holder: PoolHolder) -> None:
         spec = holder.describe().spec
-        size = f"{spec.num_blocks} blocks of {spec.block_size} tokens, {dtype}, {pool_bytes(spec) / 2**30:.2f} GiB"
+        blocks = f"{spec.num_blocks} blocks of {spec.block_size} tokens"
+        size = f"{blocks}, {kv_dtype.value}, {pool_bytes(spec) / 2**30:.2f} GiB on {device}"
         announce(f"radixpool pool ready ({size}, for {spec.model})", address, ready_fd=ready_fd)
 
     with usage_errors():
         parse_address(address)
-    options = HolderOptions(manager=address, name=name, socket_address=socket_address)
+    options = HolderOptions(manager=address, name=name, device=device, socket_address=socket_address)
     HolderProcess(options, make_spec, stop=stop_on_signals()).run(on_ready)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from radixpool.rpc.client.retry import NO_RETRY
 from radixpool.rpc.errors import ManagerUnavailable, PoolMismatch
 from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.operations import ServiceInfo
+from radixpool.rpc.pool.device import CPU, Device
 from radixpool.rpc.pool.holder import PoolHolder
 from radixpool.rpc.pool_types import PoolSpec
 
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 1.0
 _CONNECT_INTERVAL_S = 0.1
+_SWEEP_S = 1.0
+"""After which the manager has noticed for certain that a lease is over."""
 _REGISTERED = failpoint("holder.registered")
 _KEEPING = failpoint("holder.keeping")
 
@@ -29,12 +33,14 @@ class HolderOptions:
 
     manager: address of the manager, which decides `num_blocks` and `block_size`.
     name: shown to operators.
-    socket_address: where the memory is handed out; None chooses an abstract socket.
+    device: where the pool lies.
+    socket_address: where memory of the CPU is handed out; None chooses an abstract socket.
     connect_timeout_s: how long the manager may be out of reach at the start.
     """
 
     manager: str
     name: str = "pool"
+    device: Device = CPU
     socket_address: str | None = None
     connect_timeout_s: float = 30.0
 
@@ -55,15 +61,15 @@ class HolderProcess:
     def run(self, on_ready: Callable[[PoolHolder], None]) -> None:
         """Allocate, register, call `on_ready` once, and stay.
 
-        Raises `ManagerUnavailable` (at the start only), `PoolMemoryError`, or `PoolMismatch` when a manager of other
-        sizes has taken the place of the first.
+        Raises `ManagerUnavailable` (at the start only), `PoolMemoryError`, `CudaUnavailable`, or `PoolMismatch` when a
+        manager of other sizes has taken the place of the first.
         """
         client = self._connect()
         try:
             info = client.info()
             spec = self._make_spec(info.num_blocks, info.block_size)
-            with PoolHolder(spec, socket_address=self._options.socket_address) as holder:
-                client.register_pool(holder.describe())
+            with self._hold(spec) as holder:
+                self._register(client, holder, lease_s=info.lease_ttl_ms / 1000)
                 _REGISTERED()
                 on_ready(holder)
                 while not self._stop.wait(_CHECK_INTERVAL_S):
@@ -71,6 +77,9 @@ class HolderProcess:
                     self._keep_registered(client, holder)
         finally:
             client.close()
+
+    def _hold(self, spec: PoolSpec) -> PoolHolder:
+        return PoolHolder(spec, socket_address=self._options.socket_address, device=self._options.device)
 
     def _connect(self) -> Client:
         """Wait for the manager and return a client of it."""
@@ -87,6 +96,22 @@ class HolderProcess:
             else:
                 break
         return client
+
+    def _register(self, client: Client, holder: PoolHolder, *, lease_s: float) -> None:
+        """Register for the first time. A holder that was killed keeps its place until its lease is over: wait for that.
+
+        Raises `PoolMismatch` when the other holder is alive, `ManagerUnavailable` when the manager has gone for good.
+        """
+        vacant_at = time.monotonic() + lease_s + _SWEEP_S
+        gone_at = time.monotonic() + self._options.connect_timeout_s
+        while True:
+            try:
+                if self._stop.is_set() or time.monotonic() >= vacant_at or client.get_pool() is None:
+                    return client.register_pool(holder.describe())
+            except ManagerUnavailable:
+                if time.monotonic() >= gone_at or self._stop.is_set():
+                    raise
+            self._stop.wait(_CONNECT_INTERVAL_S)
 
     def _keep_registered(self, client: Client, holder: PoolHolder) -> None:
         """Register again where the manager has forgotten the pool. A manager that does not answer is waited for."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from radixpool.rpc.pool.cuda import CudaDevice
 from radixpool.rpc.pool.geometry import pool_shape
 from radixpool.rpc.pool_types import PoolSpec
 
@@ -23,6 +26,26 @@ class KvPool:
 def pool_over(memory: mmap.mmap, spec: PoolSpec) -> KvPool:
     """Return tensors over `memory`, which stays mapped as long as one of them lives. O(num_layers)."""
     return split_layers(torch.frombuffer(memory, dtype=torch_dtype(spec)).view(pool_shape(spec)), spec)
+
+
+class CudaMapping:
+    """Another process's GPU memory, as bytes that torch can use in place; unmapped when it is no longer referenced.
+
+    Tensors over it refer to it. At the end of the process the driver unmaps what is left.
+    """
+
+    def __init__(self, device: CudaDevice, handle: bytes, size_bytes: int) -> None:
+        pointer = device.open(handle, size_bytes)
+        weakref.finalize(self, device.close, pointer).atexit = False
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (size_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3,
+        }  # fmt: skip
+
+
+def pool_on_device(mapping: CudaMapping, spec: PoolSpec, index: int) -> KvPool:
+    """Return tensors over `mapping` on GPU number `index`. O(num_layers)."""
+    storage = torch.as_tensor(mapping, device=torch.device("cuda", index))
+    return split_layers(storage.view(torch_dtype(spec)).view(pool_shape(spec)), spec)
 
 
 def private_pool(spec: PoolSpec, device: torch.device | str = "cpu") -> KvPool:

@@ -17,6 +17,8 @@ from radixpool.rpc.client.retry import RetryOptions
 from radixpool.rpc.errors import Fenced, ManagerUnavailable, PoolUnavailable
 from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.pool.attach import attach
+from radixpool.rpc.pool.cuda import HandleRefused
+from radixpool.rpc.pool.device import CPU, Device
 from radixpool.rpc.pool.geometry import require_complete
 from radixpool.rpc.pool.sockets import DescriptorRefused
 from radixpool.rpc.pool.tensors import KvPool
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S = 0.2
 _RETRY = RetryOptions(total_s=1.0)
-_NOT_YET = (ManagerUnavailable, PoolUnavailable, Fenced, DescriptorRefused)
+_NOT_YET = (ManagerUnavailable, PoolUnavailable, Fenced, DescriptorRefused, HandleRefused)
 """What passes when manager and pool holder have (re)started."""
 
 _REGISTERED = failpoint("worker.registered")
@@ -44,9 +46,12 @@ class ManagerLink:
     pool: KvPool
     pool_id: bytes
 
-    def __init__(self, address: str, source: ModelSource, *, name: str, stop: threading.Event) -> None:
+    def __init__(
+        self, address: str, source: ModelSource, *, name: str, stop: threading.Event, device: Device = CPU
+    ) -> None:
         self._address = address
         self._source = source
+        self._device = device
         self._name = name
         self._stop = stop
         self._client: Client | None = None
@@ -100,7 +105,7 @@ class ManagerLink:
         _REGISTERED()
         pool = client.attach_pool(wanted)
         if pool.pool_id != self.pool_id:
-            self.pool = attach(pool, expected=_with_dtype_of(wanted, pool.spec))
+            self.pool = attach(pool, expected=_with_dtype_of(wanted, pool.spec), device=self._device)
             self.pool_id = pool.pool_id
         _ATTACHED()
 

@@ -113,7 +113,7 @@ def test_a_pool_that_does_not_fit_is_named_field_by_field(field, value):
 
 def test_an_attachment_of_another_kind_is_refused():
     pool = Pool(bytes(16), SPEC, CudaIpcAttachment(bytes(16), ()))
-    with pytest.raises(PoolMismatch, match="memfd"):
+    with pytest.raises(PoolMismatch, match="device: the pool lies in the memory of a GPU, this worker runs on cpu"):
         attach(pool, expected=SPEC)
 
 

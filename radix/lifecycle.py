@@ -49,12 +49,13 @@ class Lifecycle(Retention):
         key = pack_tokens(tokens)
         known = len(seq._tokens) >> 2
         total = known + (len(key) >> 2)
-        spans = tuple(media)
+        spans = tuple(media) if media else ()
         if spans:
             if spans[0][0] < known:
                 raise ValueError(f"media[0] must begin among the new tokens, at {known} or later, not {spans[0][0]}")
             marks = mark_blocks(seq._media + spans, total, self.block_size)
-        self._grow(seq, total)
+        if total > (len(seq._table) >> 2) * self.block_size:
+            self._grow(seq, total)
         if type(seq._tokens) is bytes:
             seq._tokens = bytearray(seq._tokens)  # appending to it is amortised O(1)
         seq._tokens += key

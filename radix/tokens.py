@@ -35,7 +35,7 @@ def pack_tokens(tokens: TokensLike, *, name: str = "tokens") -> bytes:
     b'\\x01\\x00\\x00\\x00\\x02\\x00\\x00\\x00'
 
     """
-    if isinstance(tokens, bytes | bytearray | memoryview):
+    if type(tokens) is bytes or isinstance(tokens, bytes | bytearray | memoryview):
         packed = bytes(tokens)
         if len(packed) & 3:
             raise ValueError(f"{name}: packed uint32 takes 4 bytes a token, {len(packed)} bytes is not a multiple of 4")

@@ -150,7 +150,7 @@ def test_it_takes_no_more_than_its_share_of_the_time():
     state = shadow.state()
     assert state.group_rate == 1 / 16
     assert state.skipped_requests > 4_000
-    assert spent < 0.01 * clock.now + 5 * 0.26  # its share, and a burst at each of five rates
+    assert spent < 0.01 * clock.now + 5 * 0.021  # its share, and a burst at each of five rates
     assert state.observed_requests == 8_000
 
 
@@ -160,7 +160,7 @@ def test_quiet_times_are_not_saved_up_beyond_a_burst():
     clock.now += 3_600.0  # would be 36 s
     for tokens in chats(1_000):
         shadow.observe(tokens)
-    assert 0.25 <= shadow.state().cpu_seconds < 0.6
+    assert 0.02 <= shadow.state().cpu_seconds < 0.06
     assert shadow.state().skipped_requests > 300
 
 

@@ -1,6 +1,6 @@
 """The block directory: the cache's contents in a memory-mapped file, so that they outlive the manager's process.
 
-Every method of the `Persistence` part is called by the cache before the change it describes, stores with a few
+Every method of the `Persistence` part is called by the cache before the change it describes, stores with one or two
 vectorised writes, and orders them so that a kill between any two leaves a record that is either valid and true or not
 valid: a record's body goes first and its state word last, and clearing starts with the state word.
 
@@ -27,19 +27,18 @@ from radixpool.rpc.directory.clients import ClientTable
 from radixpool.rpc.directory.file import OpenFiles, naming, open_files
 from radixpool.rpc.directory.interned import NO_KEY
 from radixpool.rpc.directory.layout import BlockRecordState, Geometry
-from radixpool.rpc.directory.scan import ScanResult, scan_records, wide
+from radixpool.rpc.directory.runs import RunWriter
+from radixpool.rpc.directory.scan import ScanResult, scan_records
 from radixpool.rpc.failpoints import failpoint
 
 _FREE: Final = int(BlockRecordState.FREE)
 _PRIVATE: Final = int(BlockRecordState.PRIVATE)
 _COMMITTED: Final = int(BlockRecordState.COMMITTED)
-_ONE: Final = np.uint32(1)
-_CHUNK_BLOCKS: Final = 1024
-"""Rows that are put together at once; a longer run is stored in pieces, each of which is a whole prefix."""
+_LAST_USE_QUAD: Final = layout.LAST_USE // 2
+_SERIAL_QUAD: Final = layout.SERIAL // 2
+_FEW_BLOCK_BYTES: Final = 4 * 8
+"""Up to so many block ids are marked one by one, which takes less time than making an array of them."""
 
-_STORE_BEGUN = failpoint("directory.store.begun")
-_BODIES_STORED = failpoint("directory.store.bodies")
-_STATES_STORED = failpoint("directory.store.states")
 _HANDED_OUT = failpoint("directory.handed_out")
 _RETURNED = failpoint("directory.returned")
 _REMOVED = failpoint("directory.removed")
@@ -68,18 +67,15 @@ class BlockDirectory:
             files.map, dtype="<u4", count=geometry.num_blocks * words, offset=layout.RECORDS_OFFSET
         ).reshape(geometry.num_blocks, words)
         self._states = self._words[:, layout.STATE]
-        self._generations = self._words[:, layout.GENERATION]
-        self._last_uses = wide(self._words, layout.LAST_USE)
+        records = memoryview(files.map)[layout.RECORDS_OFFSET :]
+        self._row_words, self._row_quads = words, words // 2
+        self._flat_words, self._quads = records.cast("I"), records.cast("Q")
         self._checksum = RowChecksum(files.seed, words, left_out=layout.UNCHECKED)
         self._clients_region = memoryview(files.map)[layout.HEADER_BYTES : layout.RECORDS_OFFSET]
         self.clients = ClientTable(self._clients_region)
-        self._rows = np.zeros((min(_CHUNK_BLOCKS, geometry.num_blocks), words), dtype=np.uint32)
-        self._first_row = self._rows[0]
-        self._row_checksums = wide(self._rows, layout.CHECKSUM)
-        self._fields = np.zeros(layout.TOKENS, dtype=np.uint32)
-        self._fields[layout.STATE] = _PRIVATE
-        self._fields[layout.PARENT] = layout.NO_PARENT
-        self._field_last_use = self._fields[layout.LAST_USE : layout.LAST_USE + 2].view("<u8")
+        self._runs = RunWriter(self._words, self._checksum, geometry.block_size)
+        self._last_serial = 0  # not known until the first scan or store
+        self._wants_compaction = False
         self._namespace_numbers: dict[Namespace, int] = {}
         self._closed = False
 
@@ -141,7 +137,9 @@ class BlockDirectory:
     def scan(self) -> ScanResult:
         """Return what the records hold. O(num_blocks), vectorised. Raises DirectoryDamaged."""
         with naming(self._files.path):
-            return scan_records(self._words, self._checksum, self._files.interned.by_number, self.geometry)
+            scan = scan_records(self._words, self._checksum, self._files.interned.by_number, self.geometry)
+        self._last_serial = max(self._last_serial, scan.last_serial)
+        return scan
 
     def clear(self) -> None:
         """Make every block free: the bytes that the records describe are gone. O(num_blocks), one vectorised store."""
@@ -151,34 +149,36 @@ class BlockDirectory:
 
     def prepare(self, namespace: Namespace, media: bytes = b"") -> None:
         """Give the keys their numbers. O(1) for known ones; raises DirectoryNoSpace for new ones on a full disk."""
-        self._number_of(namespace)
+        if namespace not in self._namespace_numbers:
+            self._number_of(namespace)
         if media:
             self._files.interned.number_of(media)
+            self._wants_compaction = self._files.interned.wants_compaction
 
     def handed_out(self, blocks: BlockIds) -> None:
-        """Note that free `blocks` become private. O(len(blocks)), one vectorised store.
+        """Note that free `blocks` become private. O(len(blocks)).
 
         Writes the key log anew when it has doubled, O(num_blocks): here, because no commit is under way here whose
         keys were prepared and are not yet named by a record.
         """
-        self._states[_ids(blocks)] = _PRIVATE
+        self._mark(blocks, _PRIVATE)
         _HANDED_OUT()
-        if self._files.interned.wants_compaction:
+        if self._wants_compaction:
             self._compact()
 
     def removed(self, blocks: BlockIds) -> None:
-        """Clear the records of `blocks`, which leave the tree but are held. O(len(blocks)), one vectorised store."""
-        self._states[_ids(blocks)] = _PRIVATE
+        """Clear the records of `blocks`, which leave the tree but are held. O(len(blocks))."""
+        self._mark(blocks, _PRIVATE)
         _REMOVED()
 
     def returned(self, blocks: BlockIds) -> None:
-        """Clear the records of `blocks`, which become free. O(len(blocks)), one vectorised store."""
-        self._states[_ids(blocks)] = _FREE
+        """Clear the records of `blocks`, which become free. O(len(blocks))."""
+        self._mark(blocks, _FREE)
         _RETURNED()
 
     def touched(self, block: int, last_use: int) -> None:
         """Note the last use of a path in the record of its deepest block. O(1)."""
-        self._last_uses[block] = last_use
+        self._quads[block * self._row_quads + _LAST_USE_QUAD] = last_use
 
     def stored(
         self,
@@ -192,44 +192,35 @@ class BlockDirectory:
         media: bytes = b"",
     ) -> None:
         """Record a run of blocks that is about to become findable, under prepared keys. O(len(blocks))."""
-        ids = _ids(blocks)
-        token_rows = np.frombuffer(tokens, dtype="<u4").reshape(len(ids), self.geometry.block_size)
-        fields = self._fields
-        fields[layout.NAMESPACE] = self._number_of(namespace)
-        fields[layout.MEDIA] = self._files.interned.number_of(media) if media else NO_KEY
-        self._field_last_use[0] = last_use
-        for start in range(0, len(ids), _CHUNK_BLOCKS):
-            piece = ids[start : start + _CHUNK_BLOCKS]
-            self._store(piece, token_rows[start : start + _CHUNK_BLOCKS], parent=parent, position=position + start)
-            parent = int(piece[-1])
+        if blocks.__class__ is not bytes:
+            blocks = np.asarray(blocks, dtype="<i4").tobytes()
+        serial = self._last_serial = (self._last_serial or self.scan().last_serial) + 1
+        self._runs.store(
+            blocks,
+            tokens,
+            parent=parent,
+            parent_serial=self._quads[parent * self._row_quads + _SERIAL_QUAD] if parent >= 0 else 0,
+            position=position,
+            serial=serial,
+            namespace=self._namespace_numbers.get(namespace) or self._number_of(namespace),
+            media=self._files.interned.number_of(media) if media else NO_KEY,
+            last_use=last_use,
+        )
 
-    def _store(self, ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.uint32], *, parent: int, position: int) -> None:
-        """Put the rows of one piece together, store them, then their states: a kill between leaves private blocks."""
-        n = len(ids)
-        _STORE_BEGUN()
-        rows = self._rows[:n]
-        rows[:, : layout.TOKENS] = self._fields
-        rows[:, layout.TOKENS : layout.TOKENS + self.geometry.block_size] = tokens
-        rows[:, layout.BLOCK] = ids
-        rows[:, layout.POSITION] = np.arange(position, position + n)
-        generations = self._generations[ids]
-        generations += _ONE  # wraps after 2**32 commits of one block
-        rows[:, layout.GENERATION] = generations
-        rows[1:, layout.PARENT] = ids[:-1]
-        rows[1:, layout.PARENT_GENERATION] = generations[:-1]
-        if parent >= 0:
-            self._first_row[layout.PARENT] = parent
-            self._first_row[layout.PARENT_GENERATION] = self._generations[parent]
-        self._row_checksums[:n] = self._checksum.of(rows)
-        self._words[ids] = rows
-        _BODIES_STORED()
-        self._states[ids] = _COMMITTED
-        _STATES_STORED()
+    def _mark(self, blocks: BlockIds, state: int) -> None:
+        """Store the state word of each block."""
+        if blocks.__class__ is not bytes:
+            self._states[np.asarray(blocks, dtype=np.int64)] = state
+        elif len(blocks) <= _FEW_BLOCK_BYTES:
+            words, row_words = self._flat_words, self._row_words
+            for block in memoryview(blocks).cast("i"):
+                words[block * row_words] = state
+        else:  # numpy indexes with 64-bit integers several times faster than with any others
+            self._states[np.frombuffer(blocks, dtype="<i4").astype(np.int64)] = state
 
     def _number_of(self, namespace: Namespace) -> int:
-        number = self._namespace_numbers.get(namespace)
-        if number is None:
-            number = self._namespace_numbers[namespace] = self._files.interned.number_of(namespace.encode())
+        number = self._namespace_numbers[namespace] = self._files.interned.number_of(namespace.encode())
+        self._wants_compaction = self._files.interned.wants_compaction
         return number
 
     def _compact(self) -> None:
@@ -237,6 +228,7 @@ class BlockDirectory:
         columns = self._words[:, (layout.NAMESPACE, layout.MEDIA)][committed]
         live = set(np.unique(columns).tolist()) - {NO_KEY}
         self._files.interned.compact(live)
+        self._wants_compaction = False
         self._namespace_numbers.clear()
 
     # --- the directory itself
@@ -265,14 +257,9 @@ class BlockDirectory:
             return
         self._closed = True
         nothing = np.empty((0, self.geometry.record_words), dtype=np.uint32)
-        self._words = self._states = self._generations = nothing
-        self._last_uses = np.empty(0, dtype=np.uint64)
+        self._words = self._states = nothing
+        self._runs.close()
+        self._flat_words.release()
+        self._quads.release()
         self._clients_region.release()
         self._files.close()
-
-
-def _ids(blocks: BlockIds) -> npt.NDArray[np.int64]:
-    """Return block ids as the integers that numpy indexes with fastest."""
-    if isinstance(blocks, bytes):
-        return np.frombuffer(blocks, dtype="<i4").astype(np.int64)
-    return np.asarray(blocks, dtype=np.int64)

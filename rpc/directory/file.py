@@ -141,6 +141,9 @@ def _why_empty(path: Path, geometry: Geometry) -> str | None:
     except OSError as error:
         raise no_space(path, error) from error
     with naming(path):
+        version = layout.unpack_version(header)
+        if version != layout.VERSION:
+            return f"its format is version {version}, not {layout.VERSION}"
         found, _ = layout.unpack_identity(header)
         layout.unpack_life(header)
         if size != found.file_bytes:

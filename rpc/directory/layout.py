@@ -21,7 +21,7 @@ from radixpool.rpc import limits
 from radixpool.rpc.directory.errors import DirectoryDamaged
 
 MAGIC: Final = b"RPBLKDIR"
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER_BYTES: Final = 4096
 SEED_BYTES: Final = 16
 CLIENT_SLOT_BYTES: Final = 64
@@ -35,20 +35,28 @@ MAX_BLOCKS: Final = 1 << 31
 MAX_BLOCK_SIZE: Final = 1 << 16
 
 STATE: Final = 0
-GENERATION: Final = 1
-PARENT: Final = 2
-PARENT_GENERATION: Final = 3
-NAMESPACE: Final = 4
-POSITION: Final = 5
-LAST_USE: Final = 6
+MARK: Final = 1
+"""Always `MARKED`, so that a row of zeros is not a record."""
+LAST_USE: Final = 2
 """First of two words."""
-MEDIA: Final = 8
+SERIAL: Final = 4
+"""First of two words: the number of the store that wrote the record. No two stores have the same one."""
+PARENT_SERIAL: Final = 6
+"""First of two words: the parent's serial."""
+NAMESPACE: Final = 8
+MEDIA: Final = 9
 """Number of the media key of the block, 0 for none."""
-BLOCK: Final = 9
-"""The block's own id: a record in the wrong place is not valid. The words from here to the checksum are zero."""
-CHECKSUM: Final = 14
+CHECKSUM: Final = 10
 """First of two words."""
+START: Final = 12
+"""Position in its path of the first block that was stored together with this one."""
+INDEX: Final = 13
+"""Position of the block counted from there."""
+PARENT: Final = 14
+BLOCK: Final = 15
+"""The block's own id: a record in the wrong place is not valid."""
 TOKENS: Final = 16
+MARKED: Final = 0x5250_424C
 UNCHECKED: Final = (STATE, LAST_USE, LAST_USE + 1, CHECKSUM, CHECKSUM + 1)
 """Words that the checksum leaves out: they change in place, or are the checksum."""
 _WORDS_PER_LINE: Final = 16
@@ -116,17 +124,23 @@ def pack_identity(geometry: Geometry, seed: bytes) -> bytes:
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def unpack_identity(header: bytes) -> tuple[Geometry, bytes]:
-    """Return geometry and checksum seed. Raises DirectoryDamaged naming what is wrong."""
+def unpack_version(header: bytes) -> int:
+    """Return the version of the format, of which this is a part. Raises DirectoryDamaged naming what is wrong."""
     size = _IDENTITY.size
     if len(header) < HEADER_BYTES:
         raise DirectoryDamaged(f"header must be {HEADER_BYTES} bytes, got {len(header)}")
-    body, (crc,) = header[:size], _CRC.unpack_from(header, size)
-    magic, version, block_size, num_blocks, record_bytes, seed = _IDENTITY.unpack(body)
+    magic, version, *_ = _IDENTITY.unpack_from(header)
     if magic != MAGIC:
         raise DirectoryDamaged(f"header magic must be {MAGIC!r}, got {magic!r}")
-    if zlib.crc32(body) != crc:
+    if zlib.crc32(header[:size]) != _CRC.unpack_from(header, size)[0]:
         raise DirectoryDamaged("header checksum does not match")
+    return int(version)
+
+
+def unpack_identity(header: bytes) -> tuple[Geometry, bytes]:
+    """Return geometry and checksum seed. Raises DirectoryDamaged naming what is wrong."""
+    version = unpack_version(header)
+    _, _, block_size, num_blocks, record_bytes, seed = _IDENTITY.unpack_from(header)
     if version != VERSION:
         raise DirectoryDamaged(f"header version must be {VERSION}, got {version}")
     geometry = Geometry(num_blocks, block_size)

@@ -16,15 +16,15 @@ from radixpool.rpc.directory.checksum import RowChecksum
 from radixpool.rpc.directory.errors import DirectoryDamaged
 from radixpool.rpc.directory.interned import NO_KEY
 from radixpool.rpc.directory.layout import NO_PARENT, BlockRecordState, Geometry
+from radixpool.rpc.directory.runs import whole_rows, wide
 
 _CHUNK_BLOCKS: Final = 16_384
 """Rows looked at together: a chunk and what is computed from it fit into the processor's cache."""
 _FIELDS: Final = (
-    layout.GENERATION,
     layout.PARENT,
-    layout.PARENT_GENERATION,
     layout.NAMESPACE,
-    layout.POSITION,
+    layout.START,
+    layout.INDEX,
     layout.MEDIA,
 )
 
@@ -35,10 +35,12 @@ class ScanResult:
 
     Attributes:
         loose: the blocks with valid records, in order of block id. A block whose parent's record is missing, invalid or
-            of another generation is an orphan.
+            of another store is an orphan.
         keys: the namespaces (encoded) and media keys behind the numbers.
         private: blocks that a sequence of the former life may have been writing to, int32.
         torn: blocks whose record is neither valid nor says that the block was free or private, int32.
+        last_serial: the highest serial of a valid record, 0 without any. A record that names a parent's serial has
+            itself one at least as high, so that the numbers after this one are named by nobody.
 
     """
 
@@ -46,6 +48,7 @@ class ScanResult:
     keys: Mapping[int, bytes]
     private: npt.NDArray[np.int32]
     torn: npt.NDArray[np.int32]
+    last_serial: int
 
     def namespaces(self) -> dict[int, Namespace]:
         """Return the namespaces of the valid records by number. O(n)."""
@@ -78,26 +81,32 @@ def scan_records(
     states = words[:, layout.STATE]
     committed = np.flatnonzero(states == BlockRecordState.COMMITTED)
     fields = np.empty((len(_FIELDS), committed.size), dtype=np.uint32)
-    last_uses = np.empty(committed.size, dtype=np.uint64)
+    serials, parent_serials, last_uses = np.empty((3, committed.size), dtype=np.uint64)
     tokens = np.empty((committed.size, geometry.block_size), dtype=np.uint32)
     whole = np.empty(committed.size, dtype=bool)
+    records = whole_rows(words)
     for start in range(0, committed.size, _CHUNK_BLOCKS):
         here = slice(start, start + _CHUNK_BLOCKS)
-        rows = words[committed[here]]
-        last_uses[here] = wide(rows, layout.LAST_USE)
+        rows = records[committed[here]].view(np.uint32).reshape(-1, geometry.record_words)
         whole[here] = checksum.of(rows) == wide(rows, layout.CHECKSUM)
         whole[here] &= rows[:, layout.BLOCK] == committed[here]
+        whole[here] &= rows[:, layout.MARK] == layout.MARKED
+        serials[here] = wide(rows, layout.SERIAL)
+        parent_serials[here] = wide(rows, layout.PARENT_SERIAL)
+        last_uses[here] = wide(rows, layout.LAST_USE)
         fields[:, here] = rows[:, _FIELDS].T
         tokens[here] = rows[:, layout.TOKENS : layout.TOKENS + geometry.block_size]
     torn = committed[~whole]
     if torn.size:
         committed, fields, last_uses, tokens = committed[whole], fields[:, whole], last_uses[whole], tokens[whole]
-    generations, parents, parent_generations, namespaces, positions, media = fields
+        serials, parent_serials = serials[whole], parent_serials[whole]
+    parents, namespaces, positions, indices, media = fields
+    positions += indices
     _check_keys(np.unique(np.concatenate((np.unique(namespaces), np.unique(media)))), keys)
     unknown = np.flatnonzero(~np.isin(states, [int(state) for state in BlockRecordState]))
     loose = LooseBlocks(
         blocks=committed.astype(np.int32),
-        parents=_link(committed, generations, parents, parent_generations, namespaces, positions),
+        parents=_link(committed, serials, parents, parent_serials, namespaces, positions),
         positions=positions,
         namespaces=namespaces,
         media=media,
@@ -106,7 +115,8 @@ def scan_records(
     )
     private = np.flatnonzero(states == BlockRecordState.PRIVATE)
     torn = np.sort(np.concatenate((torn, unknown)))
-    return ScanResult(loose, keys, private.astype(np.int32), torn.astype(np.int32))
+    last_serial = int(serials.max(initial=0))
+    return ScanResult(loose, keys, private.astype(np.int32), torn.astype(np.int32), last_serial)
 
 
 def _check_keys(numbers: npt.NDArray[np.uint32], keys: Mapping[int, bytes]) -> None:
@@ -117,9 +127,9 @@ def _check_keys(numbers: npt.NDArray[np.uint32], keys: Mapping[int, bytes]) -> N
 
 def _link(
     ids: npt.NDArray[np.int64],
-    generations: npt.NDArray[np.uint32],
+    serials: npt.NDArray[np.uint64],
     parents: npt.NDArray[np.uint32],
-    parent_generations: npt.NDArray[np.uint32],
+    parent_serials: npt.NDArray[np.uint64],
     namespaces: npt.NDArray[np.uint32],
     positions: npt.NDArray[np.uint32],
 ) -> npt.NDArray[np.int64]:
@@ -134,7 +144,7 @@ def _link(
     index[index == ids.size] = 0
     agrees = (
         (ids[index] == parents)
-        & (generations[index] == parent_generations)
+        & (serials[index] == parent_serials)
         & (namespaces[index] == namespaces)
         & (positions[index] == positions - 1)
         & (positions != 0)
@@ -142,8 +152,3 @@ def _link(
     links = np.where(agrees, index, ORPHAN)
     links[is_root] = ROOT
     return links
-
-
-def wide(rows: npt.NDArray[np.uint32], first_word: int) -> npt.NDArray[np.uint64]:
-    """View two words of each row as one 64-bit number."""
-    return rows[:, first_word : first_word + 2].view("<u8")[:, 0]

@@ -27,7 +27,6 @@ from radixpool.radix.restore import plan_restore
 from radixpool.radix.results import BlockState
 from radixpool.radix.sequence import Sequence
 from radixpool.rpc.directory import BlockDirectory, layout
-from radixpool.rpc.directory.directory import _ids
 
 BLOCK_SIZE = 2
 Prefix = tuple[Namespace, tuple[tuple[bytes, bytes], ...]]
@@ -86,7 +85,7 @@ class KilledMidway:
         store = getattr(self._directory, name)
         if not self._is_last(name):
             return store(blocks)
-        ids = _ids(blocks)
+        ids = ids_of(blocks)
         store(ids[: self._cut(ids.size)])
         raise Killed
 
@@ -101,7 +100,7 @@ class KilledMidway:
         """First the rows, byte after byte, then the state words, each whole."""
         if not self._is_last("stored"):
             return self._directory.stored(blocks, tokens, **rest)
-        ids = _ids(blocks)
+        ids = ids_of(blocks)
         words = self._directory._words
         before = words[ids].copy()
         self._directory.stored(blocks, tokens, **rest)
@@ -114,6 +113,11 @@ class KilledMidway:
         else:
             words[ids[cut - after.nbytes :]] = after[cut - after.nbytes :]
         raise Killed
+
+
+def ids_of(blocks: Any) -> np.ndarray:
+    """Return block ids, however the cache gave them, as integers."""
+    return np.frombuffer(blocks, dtype="<i4").astype(np.int64) if isinstance(blocks, bytes) else np.asarray(blocks)
 
 
 def prefixes(cache: RadixCache) -> dict[Prefix, int]:

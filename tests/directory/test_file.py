@@ -62,6 +62,18 @@ def test_another_geometry_starts_empty_and_says_why(
     assert len(list(path.iterdir())) == 3, "nothing of the former one is left over"
 
 
+def test_a_directory_of_another_version_starts_empty_and_says_so(
+    opened: Open, store: Store, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as former:
+        former.setattr(layout, "VERSION", layout.VERSION - 1)
+        store(opened(), 1)
+    directory = opened()
+    assert directory.started_empty_because == f"its format is version {layout.VERSION - 1}, not {layout.VERSION}"
+    assert stored_blocks(directory) == []
+    assert directory.incarnation == 2
+
+
 @pytest.mark.parametrize(
     ("at", "message"),
     [(0, "magic"), (8, "checksum"), (13, "checksum"), (40, "checksum")],

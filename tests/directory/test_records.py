@@ -1,7 +1,9 @@
 """Records: what was stored is read back, and a record torn or damaged at any byte is dropped with its descendants."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -16,9 +18,14 @@ from radixpool.rpc.directory.errors import DirectoryDamaged
 from radixpool.rpc.directory.interned import InternLog
 from radixpool.rpc.directory.scan import ScanResult
 
+BLOCK_SIZE = 4
 Open = Callable[..., BlockDirectory]
 Store = Callable[..., None]
 TENANT = Namespace(tenant="a", cache_salt="ü")
+
+
+def tokens_of(*blocks: int) -> bytes:
+    return np.repeat(np.array(blocks, dtype="<u4"), 4).tobytes()
 
 
 def record_span(directory: BlockDirectory, block: int) -> slice:
@@ -80,6 +87,61 @@ def test_a_run_longer_than_a_piece_is_one_path(opened: Open, store: Store) -> No
     plan = plan_restore(opened(num_blocks=5000).scan().loose)
     assert plan.num_runs == 1
     assert plan.loose.blocks.tolist() == blocks
+
+
+@pytest.mark.parametrize("length", [1, 2, 40, 257, 600])
+def test_at_every_line_of_a_store_what_counts_is_whole_and_a_prefix_of_the_run(
+    opened: Open, store: Store, length: int
+) -> None:
+    """What a kill would leave after each line of the code that stores: no torn record, and no hole in the path."""
+    directory = opened(num_blocks=1024)
+    blocks = np.random.default_rng(length).permutation(1000)[:length].tolist()
+    store(directory, 1000)
+    directory.handed_out(blocks)
+    path = list(zip([1000, *blocks], [None, 1000, *blocks], strict=False))
+    seen: list[int] = []
+
+    def look(frame: FrameType, event: str, _argument: object) -> Callable[..., object] | None:
+        if "rpc/directory/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            sys.settrace(None)
+            scan = directory.scan()
+            assert scan.torn.size == 0
+            counted = links(scan)
+            assert counted == dict(path[: len(counted)])
+            seen.append(len(counted) - 1)
+            sys.settrace(look)
+        return look
+
+    tracer = sys.gettrace()
+    sys.settrace(look)
+    try:
+        directory.stored(
+            np.array(blocks, dtype="<i4").tobytes(),
+            tokens_of(*blocks),
+            parent=1000,
+            position=1,
+            namespace=DEFAULT_NAMESPACE,
+            last_use=1,
+        )
+    finally:
+        sys.settrace(tracer)
+    assert len(seen) > 20
+    assert sorted(set(seen)) == [*range(0, length, 256), length]
+
+
+def test_serials_are_not_used_twice_in_any_life(opened: Open, store: Store) -> None:
+    """A record of a former life that lost its parent does not find one in what this life stores there."""
+    directory = opened()
+    store(directory, 1)
+    store(directory, 2, parent=1, position=1)
+    directory.removed([1])
+    directory = opened()
+    store(directory, 1)
+    assert links(directory.scan()) == {1: None, 2: -1}
+    serials = directory._words[[1, 2], layout.SERIAL]
+    assert serials[0] > serials[1]
 
 
 def test_touching_changes_the_last_use_and_nothing_else(opened: Open, store: Store) -> None:

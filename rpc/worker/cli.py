@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import click
 
+from radixpool.rpc.cli.device_option import device_option
 from radixpool.rpc.cli.options import address_option, usage_errors
 from radixpool.rpc.cli.running import announce, log_to_stderr, ready_fd_option, stop_on_signals
+from radixpool.rpc.pool.device import Device
 from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model
+
+if TYPE_CHECKING:
+    from radixpool.kernels.spec import Backend
 
 
 @click.command(name="worker")
@@ -18,13 +26,26 @@ from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model
 )
 @click.option("--listen", default="127.0.0.1:0", show_default=True, help="unix:/path or HOST:PORT; port 0: a free one.")
 @click.option("--name", default="worker", show_default=True, help="Shown to operators.")
+@device_option("Where the model runs, and the pool lies: cpu, or cuda or cuda:N for a GPU.")
+@click.option(
+    "--attention",
+    type=click.Choice(["torch", "triton"]),
+    help="Kernels that attend. triton on the CPU is Triton's interpreter: for tests, very slow."
+    "  [default: torch on the CPU, triton on a GPU]",
+)
+@click.option(
+    "--graphed-tokens",
+    type=click.IntRange(0),
+    default=256,
+    show_default=True,
+    help="On a GPU: run steps of up to so many tokens as CUDA graphs; 0 for none.",
+)
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads for the model.")
 @click.option(
     "--token-budget",
     type=click.IntRange(1),
-    default=256,
-    show_default=True,
-    help="New tokens in one forward pass. More speeds prompts up and makes running answers wait longer.",
+    help="New tokens in one forward pass. More speeds prompts up and makes running answers wait longer."
+    "  [default: 256 on the CPU, 4096 on a GPU]",
 )
 @click.option(
     "--reserve-tokens",
@@ -47,8 +68,11 @@ def command(
     model: str,
     listen: str,
     name: str,
+    device: Device,
+    attention: Backend | None,
+    graphed_tokens: int,
     threads: int,
-    token_budget: int,
+    token_budget: int | None,
     reserve_tokens: int,
     max_running: int,
     max_waiting: int,
@@ -59,14 +83,18 @@ def command(
 
     Attaches to the pool that is registered with the manager at --address, loads the model, and serves Generate:
     continuous batching, prompts computed in chunks and only where they are not cached, the KV in shared blocks. Several
-    workers of one pool use what any of them has computed; one that is killed loses nothing of it.
+    workers of one pool use what any of them has computed; one that is killed loses nothing of it. On a GPU the model
+    computes in the element type of the pool.
 
     \b
-    Example, with a manager and a pool running:
+    Examples, with a manager and a pool running:
       radixpool worker --model smollm2 --listen 127.0.0.1:7400
+      radixpool worker --model ./Llama-3.1-8B --device cuda:0
     """
     log_to_stderr()
     source = find_model(model)
+    if attention == "triton" and not device.is_cuda:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     try:
         import torch
 
@@ -79,7 +107,10 @@ def command(
             manager=address,
             listen=listen,
             name=name,
-            token_budget=token_budget,
+            device=device,
+            attention=attention,
+            graphed_tokens=graphed_tokens,
+            token_budget=token_budget or 0,
             reserve_tokens=reserve_tokens,
             max_running=max_running,
             max_waiting=max_waiting,

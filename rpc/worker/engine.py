@@ -15,10 +15,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from radixpool.radix.errors import PoolExhausted, QuotaExceeded, RadixPoolError, UnknownSequence
+from radixpool.radix.errors import RadixPoolError, UnknownSequence
 from radixpool.rpc import operations as ops
 from radixpool.rpc.errors import LimitExceeded
 from radixpool.rpc.failpoints import failpoint
@@ -26,15 +26,14 @@ from radixpool.rpc.generation import FinishReason, GenerateFinished, GenerateSta
 from radixpool.rpc.worker.admission import Admission
 from radixpool.rpc.worker.batching import build_batch
 from radixpool.rpc.worker.cache_port import CachePort
-from radixpool.rpc.worker.errors import BlocksInvalidated, InternalError, OutOfMemory
+from radixpool.rpc.worker.errors import BlocksInvalidated, DeviceLost, InternalError, OutOfMemory
 from radixpool.rpc.worker.limits import EngineLimits, check_prompt, check_sampling
+from radixpool.rpc.worker.reporting import REFUSALS, CacheReports
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource, RunningSequence
 from radixpool.rpc.worker.scheduler import Chunk, plan_chunks
 from radixpool.rpc.worker.step import Runner
 
 log = logging.getLogger(__name__)
-
-_REFUSALS = (PoolExhausted, QuotaExceeded)
 _LAUNCHED = failpoint("worker.step.launched")
 _WRITTEN = failpoint("worker.step.written")
 _REPORTED = failpoint("worker.step.reported")
@@ -61,10 +60,10 @@ class Engine:
     def __init__(
         self, port: CachePort, runner: Runner, *, limits: EngineLimits, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._port = port
         self._runner = runner
         self._limits = limits
-        self._admission = Admission(self._tell, runner, limits)
+        self._reports = CacheReports(port, block_size=limits.block_size, clock=clock)
+        self._admission = Admission(self._reports.tell, runner, limits)
         self._clock = clock
         self._token_budget = limits.token_budget
         self._lock = threading.Condition()
@@ -74,8 +73,6 @@ class Engine:
         self._running: list[RunningSequence] = []
         self._num_submitted = 0
         self._retry_at = 0.0
-        self._passes = 0  # forward passes that are over, however they ended; empty ones count
-        self._announced = 0  # the pass that the cache was told of last
         self._completed_steps = 0
         self._computed_tokens = 0
         self._reused_tokens = 0
@@ -124,7 +121,8 @@ class Engine:
     def step(self) -> bool:
         """Take in what came, run one forward pass, report it to the cache; False when there was nothing to compute.
 
-        Raises `CacheLost`, and nothing else, when the cache is out of reach; call `interrupt` then.
+        Raises `CacheLost` when the cache is out of reach; call `interrupt` then. Raises `DeviceLost`, which ends the
+        engine, and nothing else.
         """
         self._take_in()
         self._feed_starved()
@@ -133,7 +131,7 @@ class Engine:
         chunks = plan_chunks(pending, token_budget=self._token_budget, block_size=self._limits.block_size)
         if not chunks:
             self._fail_stalled()
-            self._rest()
+            self._reports.rest()
             return False
         _LAUNCHED()
         tokens = self._forward(chunks)
@@ -210,7 +208,7 @@ class Engine:
         """Start a request, or end it with the reason why it can never start; False when it has to wait for blocks."""
         try:
             sequence = self._admission.open(call, self._running)
-        except _REFUSALS:
+        except REFUSALS:
             return False
         except (RadixPoolError, ValueError, TypeError) as error:
             self._waiting.remove(call)
@@ -229,7 +227,7 @@ class Engine:
             self._running.remove(sequence)
         owned = [ops.Release(sequence.handle) for sequence in sequences if sequence.owned]
         if owned:
-            self._tell(owned)  # a handle that is unknown by now is released just as well
+            self._reports.tell(owned)  # a handle that is unknown by now is released just as well
             self._retry_at = 0.0
 
     # When the pool is short.
@@ -239,7 +237,7 @@ class Engine:
         starved = [sequence for sequence in self._running if sequence.starved_since is not None]
         if not starved:
             return
-        self._apply([(sequence, operation) for sequence in starved for operation in self._report(sequence)])
+        self._reports.report(starved)
         for sequence in starved:
             self._settle(sequence)
         if any(sequence.starved_since is not None for sequence in self._running):
@@ -280,13 +278,15 @@ class Engine:
         except OutOfMemory as error:
             self._shrink(chunks, error)
             return None
+        except DeviceLost:
+            raise
         except Exception:
             log.exception("a forward pass of %d tokens failed", batch.num_tokens)
             for chunk in chunks:
                 self._running[chunk.index].error = InternalError("the forward pass failed; see the worker's log")
             return None
         finally:
-            self._passes += 1
+            self._reports.pass_is_over()
         self._completed_steps += 1
         self._computed_tokens += batch.num_tokens
         self._token_budget = min(self._limits.token_budget, self._token_budget + self._limits.block_size)
@@ -315,7 +315,7 @@ class Engine:
         Every running sequence is named to the cache, so that the next pass touches none that is gone by now.
         """
         named = list(self._running)
-        self._apply([(sequence, operation) for sequence in named for operation in self._report(sequence)])
+        self._reports.report(named)
         for sequence in named:
             self._settle(sequence)
 
@@ -327,42 +327,6 @@ class Engine:
             sequence.finish_reason = FinishReason.STOP
         elif sequence.num_output == sampling.max_new_tokens:
             sequence.finish_reason = FinishReason.LENGTH
-
-    def _report(self, sequence: RunningSequence) -> Iterator[ops.Operation]:
-        """Yield what the cache has to be told, at least one operation.
-
-        The last token of an owned sequence is never computed, so the cache never learns it.
-        """
-        ends = sequence.finish_reason is not None and sequence.owned
-        grows = len(sequence.tokens) > sequence.registered and not ends
-        fills_block = sequence.computed - sequence.computed % self._limits.block_size > sequence.findable
-        if fills_block or not (ends or grows):
-            yield ops.Commit(sequence.handle, sequence.computed)
-        if ends:
-            yield ops.Release(sequence.handle)
-        elif grows:
-            yield ops.Extend(sequence.handle, sequence.tokens[sequence.registered :])
-
-    def _apply(self, reports: Sequence[tuple[RunningSequence, ops.Operation]]) -> None:
-        """Tell the cache, in one round trip, and take over what it answers."""
-        if not reports:
-            return
-        results = self._tell([operation for _, operation in reports])
-        for (sequence, _), result in zip(reports, results, strict=True):
-            match result:
-                case ops.Committed() | ops.Extended() if result.invalid_from_block is not None:
-                    sequence.error = BlocksInvalidated(f"block {result.invalid_from_block} of the sequence is damaged")
-                case ops.Committed(committed_tokens, remaps):
-                    sequence.apply_remaps(remaps)
-                    sequence.findable = committed_tokens - committed_tokens % self._limits.block_size
-                case ops.Extended(num_tokens, appended_blocks):
-                    sequence.append_blocks(appended_blocks)
-                    sequence.registered = num_tokens
-                    sequence.starved_since = None
-                case PoolExhausted() | QuotaExceeded():
-                    sequence.starved_since = sequence.starved_since or self._clock()
-                case Exception():
-                    sequence.error = result
 
     def _settle(self, sequence: RunningSequence) -> None:
         """Stream what the cache has confirmed, and end a sequence that has finished or failed.
@@ -391,16 +355,3 @@ class Engine:
     def _end(self, sequence: RunningSequence, error: Exception) -> None:
         sequence.call.events.put(error)
         self._drop([sequence])
-
-    # The cache.
-
-    def _tell(self, operations: Sequence[ops.Operation]) -> Sequence[ops.Result | Exception]:
-        """Run operations, and announce the next pass."""
-        self._announced = self._passes + 1
-        return self._port.batch(operations, steps=ops.StepReport(self._passes, self._announced))
-
-    def _rest(self) -> None:
-        """Report the announced pass as over: nothing was left for it to do."""
-        if self._announced > self._passes:
-            self._passes = self._announced
-            self._port.batch([], steps=ops.StepReport(self._passes, self._passes))

@@ -15,3 +15,7 @@ class BlocksInvalidated(RadixPoolError):
 
 class OutOfMemory(RadixPoolError):
     """A forward pass did not fit into memory; the pool and the cache are as they were before."""
+
+
+class DeviceLost(RadixPoolError):
+    """The GPU does not answer this process any more, and never will: only a new process can go on."""

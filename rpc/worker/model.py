@@ -1,90 +1,72 @@
 """A Hugging Face decoder whose attention reads and writes the shared pool.
 
-The model runs unchanged, through transformers' `AttentionInterface`: it hands over rotated Q and K and the V of the new
-tokens, and this module writes K and V to their slots and attends over the block tables. One batch row holds the new
-tokens of all sequences one after the other.
+The model runs unchanged, through transformers' `AttentionInterface` (see `paged_attention.py`). One batch row holds the
+new tokens of all sequences one after the other.
 
 On the CPU a token's result does not depend on what shares its step: everything is float32, attention goes sequence by
 sequence, and matrix products get at least `min_rows` rows, from which on the library sums each row in the same order
 whatever their number (measured at the start, see `rows_for_stable_sums`). That is what makes output with sharing
-equal to output without.
+equal to output without. On a GPU sums depend on the shapes of a step: float32 outputs agree but for ties, bfloat16
+leaves more of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from radixpool.kernels import AttentionSpec, ForestPlan, extend, plan_forest, write_kv
+from radixpool.kernels import AttentionSpec, ForestPlan, plan_forest
+from radixpool.kernels.spec import Backend
 from radixpool.rpc.generation import SamplingParams
 from radixpool.rpc.pool.geometry import require_equal
 from radixpool.rpc.pool.tensors import KvPool
-from radixpool.rpc.worker.errors import OutOfMemory
+from radixpool.rpc.worker.errors import DeviceLost, OutOfMemory
+from radixpool.rpc.worker.graphs import GraphedSteps
 from radixpool.rpc.worker.model_source import ModelSource, ModelUnavailable
+from radixpool.rpc.worker.paged_attention import ATTENTION, PagedStep
 from radixpool.rpc.worker.sampling import TokenSampler
-from radixpool.rpc.worker.step import NO_SLOT, Sampler, StepBatch
+from radixpool.rpc.worker.step import Sampler, StepBatch, idle_batch
+from radixpool.rpc.worker.step_tensors import (
+    POSITIONS,
+    SAMPLE_ROWS,
+    SLOTS,
+    TOKEN_IDS,
+    pack_inputs,
+    padded_tables,
+)
 
-_ATTENTION = "radixpool_paged"
+log = logging.getLogger(__name__)
+
 _ROW_CANDIDATES = (1, 2, 4, 8, 16, 32)
 _PROBE_ROWS = 64
 _SHOWN_KEYS = 3
 
 
-class PagedStep:
-    """What every layer of one forward pass needs: where new KV goes, and the plan of the attention."""
-
-    __slots__ = ("plan", "pool", "slots")
-
-    def __init__(self, pool: KvPool, plan: ForestPlan, slots: torch.Tensor) -> None:
-        self.pool = pool
-        self.plan = plan
-        self.slots = slots
-
-
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    paged_step: PagedStep,
-    **_unused: Any,
-) -> tuple[torch.Tensor, None]:
-    """Write this layer's KV and attend; query `[1, H, T, D]`, key and value `[1, KVH, T, D]`, out `[1, T, H, D]`."""
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    k_pool, v_pool = paged_step.pool.k[layer], paged_step.pool.v[layer]
-    k, v, q = (tensor[0].transpose(0, 1).contiguous() for tensor in (key, value, query))
-    write_kv(k.to(k_pool.dtype), v.to(v_pool.dtype), k_pool, v_pool, paged_step.slots)
-    planned = paged_step.plan.num_rows  # rows beyond it are padding
-    out = torch.zeros_like(q)
-    out[:planned] = extend(q[:planned], k_pool, v_pool, paged_step.plan, scale=scaling)
-    return out[None], None
-
-
-AttentionInterface.register(_ATTENTION, paged_attention)
-AttentionMaskInterface.register(_ATTENTION, lambda *_args, **_kwargs: None)
-
-
 class ModelRunner:
-    """Run one model over one pool; a `Runner`. Owned by one thread."""
+    """Run one model over one pool; a `Runner`. Owned by one thread.
 
-    def __init__(self, model: Any, pool: KvPool) -> None:
+    `backend` overrides which kernels attend (`None`: torch on the CPU, Triton on a GPU).
+    """
+
+    def __init__(self, model: Any, pool: KvPool, *, backend: Backend | None = None) -> None:
         config = model.config
         self._model = model
         self._device = next(model.parameters()).device
         self._dtype: torch.dtype = model.dtype
         self._min_rows = rows_for_stable_sums(model)
         self._num_q_heads = config.num_attention_heads
+        self._context_tokens: int = config.max_position_embeddings
+        self._backend = backend
         self._spec = pool.spec
+        self._graphed_rows = 0
+        self._graphs: GraphedSteps | None = None
         self.use_pool(pool)
 
     @property
@@ -96,6 +78,7 @@ class ModelRunner:
         """Read and write `pool` from the next step on. Raises `PoolMismatch` unless it is shaped like the first one."""
         require_equal(self._spec, pool.spec)
         self._pool = pool
+        self._plan: ForestPlan | None = None
         self._attention = AttentionSpec(
             num_q_heads=self._num_q_heads,
             num_kv_heads=pool.spec.num_kv_heads,
@@ -104,14 +87,44 @@ class ModelRunner:
             q_dtype=self._dtype,
             kv_dtype=pool.k[0].dtype,
             device=self._device,
+            backend=self._backend,
         )
+        self._graphs = None  # the former ones read and write the former pool
+        if self._graphed_rows:
+            self.capture_graphs(self._graphed_rows)
+
+    def capture_graphs(self, max_rows: int) -> None:
+        """Run steps of up to `max_rows` tokens as CUDA graphs from now on. Seconds; on a GPU only.
+
+        A model whose forward pass cannot be captured runs without, which the log says.
+        """
+        try:
+            with torch.inference_mode():
+                self._graphs = GraphedSteps(
+                    self._compute,
+                    self._attention,
+                    self._pool,
+                    max_rows=max_rows,
+                    max_blocks=-(-self._context_tokens // self._spec.block_size),
+                )
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"no memory for CUDA graphs of {max_rows} tokens: {error}") from error
+        except RuntimeError as error:
+            log.warning("no CUDA graphs, steps will be slower: %s", error)
+            return
+        self._graphed_rows = max_rows
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Run steps of up to `num_tokens` tokens that write nothing, so that no request waits for a compiler."""
+        for num_seqs in (1, 8):
+            self.forward(idle_batch(num_seqs, max(num_tokens // num_seqs, 1), self._spec.block_size))
 
     def sampler(self, sampling: SamplingParams) -> TokenSampler:
         """Return fresh sampling state for one request."""
         return TokenSampler(sampling)
 
     def forward(self, batch: StepBatch) -> list[int]:
-        """Run one step; see `Runner.forward`."""
+        """Run one step; see `Runner.forward`. It is over when this returns or raises, on the device too."""
         try:
             with torch.inference_mode():
                 return _sample(self._logits(batch), batch.samplers)
@@ -121,30 +134,52 @@ class ModelRunner:
             if "can't allocate memory" in str(error):  # what torch's CPU allocator says
                 raise OutOfMemory(str(error)) from error
             raise
+        finally:
+            self._wait_for_device()
 
     def _logits(self, batch: StepBatch) -> torch.Tensor:
-        """Return float32 logits `[R, vocab_size]`."""
-        step = self._paged_step(batch)
+        """Return logits `[R, vocab_size]`."""
+        if self._graphs is not None and self._graphs.holds(batch):
+            return self._graphs.logits(batch)
+        packed = pack_inputs(batch, max(batch.num_tokens, self._min_rows))
+        inputs = torch.from_numpy(packed).to(self._device)
+        step = PagedStep(self._pool, self._planned(batch), inputs[SLOTS])
+        wanted = len(batch.sample_rows)
+        return self._compute(inputs, max(wanted, self._min_rows), step)[:wanted]
+
+    def _compute(self, inputs: torch.Tensor, num_sampled: int, step: PagedStep) -> torch.Tensor:
+        """Return the logits of the first `num_sampled` sample rows."""
         hidden = self._model.model(
-            input_ids=self._padded(batch.token_ids, 0)[None],
-            position_ids=self._padded(batch.positions, 0)[None],
+            input_ids=inputs[TOKEN_IDS][None],
+            position_ids=inputs[POSITIONS][None],
             use_cache=False,
             paged_step=step,
         ).last_hidden_state[0]
-        wanted = hidden[self._padded(batch.sample_rows, 0)]
-        logits: torch.Tensor = self._model.lm_head(wanted)[: len(batch.sample_rows)]
-        return logits.float()
+        logits: torch.Tensor = self._model.lm_head(hidden[inputs[SAMPLE_ROWS, :num_sampled]])
+        return logits
 
-    def _paged_step(self, batch: StepBatch) -> PagedStep:
-        tables = np.zeros((len(batch.block_tables), max(map(len, batch.block_tables))), np.int32)
-        for row, table in zip(tables, batch.block_tables, strict=True):
-            row[: len(table)] = table
-        plan = plan_forest(tables, batch.context_lens, batch.query_lens, spec=self._attention)
-        return PagedStep(self._pool, plan, self._padded(batch.slot_mapping, NO_SLOT))
+    def _planned(self, batch: StepBatch) -> ForestPlan:
+        """Return the plan of this step: that of the last one, moved on."""
+        tables = padded_tables(batch, self._spec.block_size)
+        if self._plan is None:
+            self._plan = plan_forest(tables, batch.context_lens, batch.query_lens, spec=self._attention)
+        else:
+            self._plan.update(tables, batch.context_lens, batch.query_lens)
+        return self._plan
 
-    def _padded(self, values: np.ndarray[Any, np.dtype[np.int64]], fill: int) -> torch.Tensor:
-        missing = max(self._min_rows - len(values), 0)
-        return torch.from_numpy(np.pad(values, (0, missing), constant_values=fill)).to(self._device)
+    def _wait_for_device(self) -> None:
+        """Return when the device has done what it was given: no KV is written or read after a step is reported as over.
+
+        Raises `DeviceLost` when it cannot go on.
+        """
+        if self._device.type != "cuda":
+            return
+        try:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(self._device))
+            done.synchronize()
+        except RuntimeError as error:
+            raise DeviceLost(f"{self._device} has failed: {error}") from error
 
 
 def load_model(source: ModelSource, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -156,7 +191,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype = torch.float32, devic
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.directory,
                 dtype=dtype,
-                attn_implementation=_ATTENTION,
+                attn_implementation=ATTENTION,
                 local_files_only=True,
                 output_loading_info=True,
                 **options,
@@ -208,4 +243,4 @@ def _sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
 def _next(logits: torch.Tensor, best: int, sampler: Sampler) -> int:
     assert isinstance(sampler, TokenSampler)
-    return best if sampler.greedy else sampler.sample(logits)
+    return best if sampler.greedy else sampler.sample(logits.float())

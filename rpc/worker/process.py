@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+
+from radixpool.kernels.spec import Backend
 from radixpool.radix.errors import RadixPoolError
 from radixpool.rpc.address import parse_address
 from radixpool.rpc.errors import ManagerUnavailable
+from radixpool.rpc.pool.cuda import CudaDevice, CudaUnavailable
+from radixpool.rpc.pool.device import CPU, Device
+from radixpool.rpc.pool.tensors import KvPool
 from radixpool.rpc.worker.cache_port import CacheLost
 from radixpool.rpc.worker.engine import Engine
-from radixpool.rpc.worker.errors import InternalError
+from radixpool.rpc.worker.errors import DeviceLost, InternalError
 from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.manager_link import ManagerLink
 from radixpool.rpc.worker.model import ModelRunner, end_of_sequence_ids, load_model
@@ -25,6 +33,8 @@ log = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.05
 _STOP_GRACE_S = 5.0
 _RECONNECT_PAUSE_S = 0.2
+_CPU_TOKEN_BUDGET = 256
+_GPU_TOKEN_BUDGET = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +44,11 @@ class WorkerOptions:
     manager, listen: addresses (`unix:/path` or HOST:PORT; port 0 takes a free one).
     name: shown to operators.
     credentials: file of the tokens that callers need, as a manager's; empty lets in whoever can reach the address.
-    token_budget, reserve_tokens, max_running, max_waiting: see `EngineLimits`.
+    device: where the model runs, and the pool lies.
+    attention: which kernels attend; None: plain torch on the CPU, Triton on a GPU.
+    graphed_tokens: steps of up to so many tokens run as CUDA graphs; 0 for none.
+    token_budget: see `EngineLimits`; 0: 256 on the CPU, 4096 on a GPU.
+    reserve_tokens, max_running, max_waiting: see `EngineLimits`.
     connect_timeout_s: how long manager and pool may be out of reach at the start.
     """
 
@@ -42,7 +56,10 @@ class WorkerOptions:
     listen: str
     name: str = "worker"
     credentials: str = ""
-    token_budget: int = 256
+    device: Device = CPU
+    attention: Backend | None = None
+    graphed_tokens: int = 256
+    token_budget: int = 0
     reserve_tokens: int = 64
     max_running: int = 64
     max_waiting: int = 256
@@ -59,13 +76,16 @@ def check_options(options: WorkerOptions) -> None:
 def run_worker(source: ModelSource, options: WorkerOptions, *, on_ready: Callable[[str], None]) -> None:
     """Serve until `options.stop` is set; `on_ready` is called once with the address.
 
-    Raises `ModelUnavailable`, `PoolMismatch`, `ManagerUnavailable`, `AddressInUse`.
+    Raises `ModelUnavailable`, `PoolMismatch`, `ManagerUnavailable`, `AddressInUse`, `CudaUnavailable`, `DeviceLost`.
     """
-    link = ManagerLink(options.manager, source, name=options.name, stop=options.stop)
+    require_device(options.device)
+    link = ManagerLink(options.manager, source, name=options.name, stop=options.stop, device=options.device)
     try:
         link.connect(options.connect_timeout_s)  # before the weights: a pool that does not fit shows at once
-        model = load_model(source)
-        runner = ModelRunner(model, link.pool)
+        model = _load(source, options.device, link.pool)
+        runner = ModelRunner(model, link.pool, backend=options.attention)
+        if options.device.is_cuda:
+            _prepare(runner, options)
         engine = Engine(link, runner, limits=_engine_limits(source, options, link, end_of_sequence_ids(model)))
         servicer = WorkerServicer(
             engine, lambda: (link.pool.spec, link.pool_id), name=options.name, context_tokens=source.context_tokens
@@ -84,6 +104,36 @@ def run_worker(source: ModelSource, options: WorkerOptions, *, on_ready: Callabl
         link.close()
 
 
+def require_device(device: Device) -> None:
+    """Raise `CudaUnavailable` unless torch can run on `device`."""
+    if device.cuda_index is None:
+        return
+    CudaDevice(device.cuda_index)
+    if not torch.cuda.is_available():
+        raise CudaUnavailable(f"device {device}: torch {torch.__version__} cannot use the CUDA driver of this machine")
+
+
+def _load(source: ModelSource, device: Device, pool: KvPool) -> Any:
+    """Load the model: in float32 on the CPU, in the element type of the pool on a GPU."""
+    if device.cuda_index is None:
+        return load_model(source)
+    torch.cuda.set_device(device.cuda_index)
+    return load_model(source, dtype=pool.k[0].dtype, device=str(device))
+
+
+def _prepare(runner: ModelRunner, options: WorkerOptions) -> None:
+    """Compile and capture before the first request comes."""
+    started = time.monotonic()
+    if options.graphed_tokens:
+        runner.capture_graphs(options.graphed_tokens)
+    runner.warm_up(_token_budget(options))
+    log.info("kernels and graphs are ready after %.1f s", time.monotonic() - started)
+
+
+def _token_budget(options: WorkerOptions) -> int:
+    return options.token_budget or (_GPU_TOKEN_BUDGET if options.device.is_cuda else _CPU_TOKEN_BUDGET)
+
+
 def _engine_limits(
     source: ModelSource, options: WorkerOptions, link: ManagerLink, eos_token_ids: frozenset[int]
 ) -> EngineLimits:
@@ -93,7 +143,7 @@ def _engine_limits(
         context_tokens=source.context_tokens,
         vocab_size=source.vocab_size,
         eos_token_ids=eos_token_ids,
-        token_budget=options.token_budget,
+        token_budget=_token_budget(options),
         reserve_tokens=options.reserve_tokens,
         max_running=options.max_running,
         max_waiting=options.max_waiting,
@@ -110,6 +160,8 @@ def _drive(engine: Engine, runner: ModelRunner, link: ManagerLink, stop: threadi
             log.warning("lost the manager: %s", lost)
             engine.interrupt(ManagerUnavailable(f"the sequence was lost with the manager: {lost}"))
             _reconnect(runner, link, stop)
+        except DeviceLost:
+            raise
         except Exception:
             log.exception("a step failed; its requests end, the worker goes on")
             engine.fail_all(InternalError("the worker failed; see its log"))

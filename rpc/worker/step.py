@@ -43,6 +43,22 @@ class StepBatch:
         return len(self.token_ids)
 
 
+def idle_batch(num_seqs: int, tokens_each: int, block_size: int) -> StepBatch:
+    """Return a step that computes tokens and writes and samples nothing; it reads block 0, whatever it holds."""
+    positions = np.arange(tokens_each, dtype=np.int64)
+    lens = np.full(num_seqs, tokens_each, np.int32)
+    return StepBatch(
+        token_ids=np.zeros(num_seqs * tokens_each, np.int64),
+        positions=np.tile(positions, num_seqs),
+        slot_mapping=np.full(num_seqs * tokens_each, NO_SLOT, np.int64),
+        query_lens=lens,
+        context_lens=lens,
+        block_tables=[np.zeros(-(-tokens_each // block_size), np.int32)] * num_seqs,
+        sample_rows=np.zeros(0, np.int64),
+        samplers=[],
+    )
+
+
 class Runner(Protocol):
     """Run a model over the pool. Called by one thread."""
 
@@ -53,6 +69,8 @@ class Runner(Protocol):
     def forward(self, batch: StepBatch) -> Sequence[int]:
         """Write the KV of the new tokens to their slots and return the next token of each sample row.
 
+        Whether it returns or raises, no part of the step runs any more, on any device.
         Raises `OutOfMemory` when the batch does not fit; whatever was written then is in slots that nobody may read.
+        Raises `DeviceLost` when no step can run any more.
         """
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from radixpool.rpc.demo.replay import Outcome
 from radixpool.rpc.inspection import CacheCounters
+from radixpool.rpc.pool_types import KvDtype
 
 _STATES = ("free", "cached", "held", "quarantined")
 
@@ -27,6 +29,8 @@ class Report:
     """
 
     model: str
+    device: str
+    dtype: KvDtype
     outcomes: tuple[Outcome, ...]
     repeated: tuple[Outcome, ...]
     unshared: tuple[Outcome, ...]
@@ -64,6 +68,21 @@ class Report:
         """Whether every compared output is the same token for token; None when none was compared."""
         return all(comparison.identical for comparison in self.compared) if self.unshared else None
 
+    @property
+    def as_promised(self) -> bool:
+        """Whether the outputs are the same where they have to be: in float32."""
+        return self.identical is not False or self.dtype is not KvDtype.FLOAT32
+
+    @property
+    def differing_tokens(self) -> int:
+        """Return how many tokens of the compared outputs are not those of the run without sharing."""
+        return sum(comparison.differing_tokens for comparison in self.compared)
+
+    @property
+    def compared_tokens(self) -> int:
+        """Return how many tokens were compared: each output with sharing, of the replay and of its repetition."""
+        return sum(2 * len(comparison.alone.tokens) for comparison in self.compared)
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -79,15 +98,30 @@ class Comparison:
         answered = not (self.first.error or self.again.error or self.alone.error)
         return answered and self.first.tokens == self.again.tokens == self.alone.tokens
 
+    @property
+    def differing_tokens(self) -> int:
+        """Return how many tokens of both runs with sharing lie behind the first one that differs, itself included."""
+        length = len(self.alone.tokens)
+        return sum(length - _common_length(run.tokens, self.alone.tokens) for run in (self.first, self.again))
+
+
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
 
 def as_data(report: Report) -> dict[str, Any]:
     """Return the report as JSON-ready data."""
     compared = {_key(comparison.first): comparison for comparison in report.compared}
     return {
         "model": report.model,
+        "device": report.device,
+        "dtype": report.dtype.value,
         "requests": [_request_data(outcome, compared.get(_key(outcome))) for outcome in report.outcomes],
         "identical_without_sharing": report.identical,
         "compared_requests": len(report.unshared),
+        "compared_tokens": report.compared_tokens,
+        "differing_tokens": report.differing_tokens,
         "hit_ratio": report.hit_ratio,
         "prompt_tokens": report.prompt_tokens,
         "cached_tokens": report.cached_tokens,
@@ -126,7 +160,7 @@ def _request_table(report: Report) -> Table:
         comparison = compared.get(_key(outcome))
         if comparison is not None:
             same = "[green]yes[/]" if comparison.identical else "[red]no[/]"
-            cells += [f"{comparison.again.ttft_ms:,.0f}", f"{comparison.alone.ttft_ms:,.0f}", same]
+            cells += [_ms(comparison.again.ttft_ms), _ms(comparison.alone.ttft_ms), same]
         table.add_row(*cells)
     return table
 
@@ -140,7 +174,7 @@ def _request_cells(outcome: Outcome) -> list[str]:
     return [
         *cells,
         f"{outcome.cached_tokens:,}",
-        f"{outcome.ttft_ms:,.0f}",
+        _ms(outcome.ttft_ms),
         f"{speed:.1f}" if speed is not None else "-",
     ]
 
@@ -156,12 +190,30 @@ def _summary_table(report: Report) -> Table:
         shared = statistics.median(item.again.ttft_ms for item in report.compared)
         alone = statistics.median(item.alone.ttft_ms for item in report.compared)
         ratio = f", {alone / shared:.1f} times as long" if shared else ""
-        table.add_row("median TTFT, repeated", f"{shared:,.0f} ms with sharing, {alone:,.0f} ms without{ratio}")
-        verdict = "[green]identical[/]" if report.identical else "[red]DIFFERENT[/]"
-        table.add_row("output without sharing", f"{verdict} ({len(report.compared)} requests compared, greedy)")
+        table.add_row("median TTFT, repeated", f"{_ms(shared)} ms with sharing, {_ms(alone)} ms without{ratio}")
+        table.add_row("output without sharing", _verdict(report))
     states = ", ".join(f"{getattr(cache, f'{state}_blocks'):,} {state}" for state in _STATES)
     table.add_row("blocks", f"{states} of {cache.num_blocks:,}; {cache.evicted_blocks:,} evicted")
     return table
+
+
+def _ms(value: float) -> str:
+    """Return milliseconds as people read them: a tenth matters below 100.
+
+    >>> _ms(7.25), _ms(12345.6)
+    ('7.2', '12,346')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _verdict(report: Report) -> str:
+    compared = f"{len(report.compared)} requests compared, greedy"
+    if report.identical:
+        return f"[green]identical[/] ({compared})"
+    tokens = f"{report.differing_tokens:,} of {report.compared_tokens:,} tokens from the first difference on"
+    if report.as_promised:
+        return f"[yellow]{tokens} differ[/] ({compared}; {report.dtype.value} rounds by the shapes of a step)"
+    return f"[red]DIFFERENT[/]: {tokens} ({compared})"
 
 
 def _request_data(outcome: Outcome, compared: Comparison | None) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from radixpool.rpc.demo.report import Report
 from radixpool.rpc.demo.supervisor import Process, Supervisor
 from radixpool.rpc.generation import SamplingParams
 from radixpool.rpc.inspection import TreeView
+from radixpool.rpc.pool.cuda import CudaDevice
+from radixpool.rpc.pool.device import CPU, Device
 from radixpool.rpc.pool.geometry import block_bytes
 from radixpool.rpc.pool.memory import PoolMemoryError, available_memory_bytes
 from radixpool.rpc.pool_types import KvDtype
@@ -51,6 +53,7 @@ class DemoOptions:
     num_frontends: int = 4
     num_blocks: int | None = None
     block_size: int = 16
+    device: Device = CPU
     dtype: KvDtype = KvDtype.FLOAT32
 
 
@@ -73,7 +76,8 @@ class DemoResult:
 def run_demo(options: DemoOptions, *, console: Console) -> DemoResult:
     """Run the demo with progress on `console`.
 
-    Raises `ModelUnavailable`, `ProcessFailed`, `PoolMemoryError`, or ValueError for a conversation file without any.
+    Raises `ModelUnavailable`, `ProcessFailed`, `PoolMemoryError`, `CudaUnavailable`, or ValueError for a conversation
+    file without any.
     """
     source = find_model(options.model)
     found = own_script() if options.conversations is None else read_conversations(options.conversations)
@@ -134,7 +138,9 @@ def fitting_blocks(source: ModelSource, chats: Chats, options: DemoOptions) -> i
     at_once = sum(lengths[: options.num_frontends])
     wanted = max((sum(lengths) + generated + at_once) // options.block_size, _MIN_BLOCKS)
     spec = pool_spec_for(source, num_blocks=1, block_size=options.block_size, dtype=options.dtype)
-    affordable = int(available_memory_bytes() * _MEMORY_SHARE) // block_bytes(spec)
+    index = options.device.cuda_index
+    available = available_memory_bytes() if index is None else CudaDevice(index).free_bytes()
+    affordable = int(available * _MEMORY_SHARE) // block_bytes(spec)
     needed = lengths[0] // options.block_size + 1
     if affordable < needed:
         raise PoolMemoryError(
@@ -158,7 +164,7 @@ def _start(
     sizes = ["--num-blocks", str(num_blocks), "--block-size", str(options.block_size)]
     manager = supervisor.start("manager", ["serve", "--listen", supervisor.socket_address("manager"), *sizes])
     progress.advance(task)
-    common = ["--address", manager.address, "--model", options.model]
+    common = ["--address", manager.address, "--model", options.model, "--device", str(options.device)]
     supervisor.start("pool", ["pool", *common, "--dtype", options.dtype.value])
     progress.advance(task)
     names = [f"worker-{number}" for number in range(1, options.num_workers + 1)]
@@ -190,6 +196,8 @@ def _replay(
     died = tuple(f"{worker.name} has died" for worker in workers if not worker.alive)
     report = Report(
         model=source.name,
+        device=str(options.device),
+        dtype=options.dtype,
         outcomes=tuple(outcomes),
         repeated=tuple(repeated),
         unshared=tuple(unshared),

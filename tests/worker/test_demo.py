@@ -20,6 +20,7 @@ from radixpool.rpc.errors import LimitExceeded, ManagerUnavailable
 from radixpool.rpc.generation import FinishReason, GenerateFinished, GenerateStarted, GenerateTokens, SamplingParams
 from radixpool.rpc.inspection import CacheCounters
 from radixpool.rpc.pool.memory import PoolMemoryError
+from radixpool.rpc.pool_types import KvDtype
 from radixpool.rpc.worker.model_source import ModelSource
 
 OPTIONS = DemoOptions(model="m", max_new_tokens=4)
@@ -183,7 +184,7 @@ COUNTERS = CacheCounters(
 def report(outcomes, unshared=(), repeated=None, **rest):
     repeated = unshared if repeated is None else repeated
     runs = {"outcomes": tuple(outcomes), "repeated": tuple(repeated), "unshared": tuple(unshared)}
-    return Report(model="m", cache=COUNTERS, **runs, **rest)
+    return Report(**{"model": "m", "device": "cpu", "dtype": KvDtype.FLOAT32, "cache": COUNTERS} | runs | rest)
 
 
 def test_the_data_of_a_report():
@@ -222,6 +223,21 @@ def test_identical_is_said_only_of_what_was_compared(unshared, identical):
 def test_the_repetition_with_sharing_has_to_be_identical_too():
     subject = report([outcome("a", 1)], [outcome("a", 1)], [outcome("a", 1, tokens=(9,))])
     assert subject.identical is False
+
+
+def test_an_output_in_half_precision_may_differ_and_how_much_is_said():
+    first, again, alone = (outcome("a", 1, tokens=tokens) for tokens in ((1, 2, 3), (1, 9, 3), (1, 2, 4)))
+    runs = [[first, outcome("b", 1)], [alone], [again]]
+    exact, rounded = report(*runs), report(*runs, dtype=KvDtype.BFLOAT16)
+    assert (exact.differing_tokens, exact.compared_tokens) == (1 + 2, 6)
+    assert not exact.as_promised
+    assert rounded.as_promised
+    assert rounded.identical is False
+    assert as_data(rounded)["differing_tokens"] == 3
+    for subject, said in ((exact, "DIFFERENT: 3 of 6 tokens"), (rounded, "bfloat16 rounds by the shapes of a step")):
+        text = io.StringIO()
+        print_report(subject, Console(file=text, width=160))
+        assert said in text.getvalue()
 
 
 def test_a_failed_request_counts_for_nothing_and_is_shown():

@@ -53,8 +53,10 @@ sim: $(SETUP)  ## seeded simulation of clients, workers and failures (SEEDS=1000
 fuzz: $(SETUP)  ## random messages against a live manager (EXAMPLES=100000)
 	RADIXPOOL_FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(BIN)/python -m pytest tests/rpc/test_fuzz.py -q --timeout=0
 
-chaos: $(SETUP)  ## kill and freeze managers, workers and frontends under load (ROUNDS=100)
-	RADIXPOOL_CHAOS_ROUNDS=$(or $(ROUNDS),100) $(BIN)/python -m pytest tests/chaos -q -s --timeout=0
+chaos: $(SETUP)  ## kill and freeze every process at every named step under load (ROUNDS=100 SEED=1 FIRST=1)
+	RADIXPOOL_CHAOS_ROUNDS=$(or $(ROUNDS),100) RADIXPOOL_CHAOS_SEED=$(or $(SEED),1) \
+	  RADIXPOOL_CHAOS_FIRST=$(or $(FIRST),1) RADIXPOOL_CHAOS_SUMMARY=out/chaos.json \
+	  $(BIN)/python -m pytest tests/chaos -q -s --timeout=0
 
 recovery: $(SETUP)  ## managers killed at any store of the directory, many times (STEPS=200000 ROUNDS=20)
 	RADIXPOOL_DIRECTORY_STEPS=$(or $(STEPS),200000) RADIXPOOL_KILL_ROUNDS=$(or $(ROUNDS),20) $(BIN)/python -m pytest tests/directory -q --timeout=0

@@ -8,6 +8,7 @@ import click
 
 from radixpool._version import __version__
 from radixpool.rpc.cli.lazy import LazyCommand, LazyGroup
+from radixpool.rpc.failpoints import VARIABLE, armed_steps
 
 # gRPC's core writes notes about its peers to stderr by itself, past our log format. It reads this when it is loaded.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -47,3 +48,9 @@ def main() -> None:
     Exit codes: 0 success; 1 the service refused, or a check found a violation; 2 wrong usage or a value out of
     range; 3 nobody answers at the address; 4 the address (or directory) is taken, or cannot be listened on.
     """
+    try:
+        armed = armed_steps()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if armed:
+        click.echo(f"radixpool: {VARIABLE} is set, which is for tests only: {', '.join(armed)}", err=True)

@@ -16,7 +16,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from radixpool.rpc import limits
-from radixpool.rpc.failpoints import failpoint
+from radixpool.rpc.address import parse_address
+from radixpool.rpc.failpoints import VARIABLE, armed_steps, failpoint
 from radixpool.rpc.manager.admin_service import AdminService
 from radixpool.rpc.manager.cache_service import CacheService
 from radixpool.rpc.manager.engine import Engine
@@ -78,6 +79,10 @@ class ManagerServer:
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         check_listen(options.listen, secure=credentials is not None)
+        if armed_steps() and not parse_address(options.listen).is_local:
+            raise ValueError(
+                f"{VARIABLE} is set, which is for tests on one machine; unset it to listen on {options.listen}"
+            )
         self.engine = Engine(options, former_life=open_former_life(options))
         self._credentials = credentials
         self._listener = Listener(options.listen)

@@ -1,12 +1,13 @@
-"""A client under chaos, as a process: `python load.py ROLE ADDRESS POOL SEED`.
+"""A client under chaos, as a process: `python load.py ROLE ADDRESS COUNTERS INDEX SEED`.
 
-The pool is a file of one 32-byte stamp per block; the stamp stands for the block's KV. Whoever computes a block writes
-the hash of all tokens up to the block's end; whoever is told that a block is cached checks that the stamp is that hash.
-A stale or foreign byte anywhere shows as a wrong stamp: the process prints STALE and ends with code 7.
+The real pool holder's memory is mapped as a worker maps it. Each token's KV is a stamp of 32 bytes: the hash of all
+tokens up to it. Whoever computes a token writes its stamp; whoever is told that tokens are cached checks that the
+stamps are those of its own prompt. A stale or foreign byte anywhere shows: the process prints STALE and ends with 7.
 
-Workers compute: they acquire in a session that reports their steps, write in the steps, commit and release. Frontends
-hold what is cached and read it again and again; what they read counts only if a call afterwards shows that they still
-held it. All go on when the manager goes and comes back.
+Workers compute: they acquire in a session that reports their steps, run copy orders, write in the steps, commit and
+release. Frontends hold what is cached and read it again and again; what they read counts only if a call afterwards
+shows that they still held it. All go on when manager or pool holder go and come back, as our worker does: register,
+then map the pool.
 """
 
 from __future__ import annotations
@@ -21,48 +22,84 @@ import sys
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from radixpool.radix import PoolExhausted, UnknownSequence
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import Client, ClientOptions, ClientRole, Session
-from radixpool.rpc.errors import Draining, Fenced, ManagerUnavailable
+from radixpool.rpc.client import Client, ClientOptions, ClientRole, RetryOptions, Session
+from radixpool.rpc.errors import Draining, Fenced, ManagerUnavailable, PoolUnavailable, ReplyExpired
+from radixpool.rpc.failpoints import failpoint
+from radixpool.rpc.pool.geometry import pool_bytes, pool_shape
+from radixpool.rpc.pool.memory import map_memfd
+from radixpool.rpc.pool.sockets import DescriptorRefused, receive_descriptor
+from radixpool.rpc.pool_types import MemfdAttachment, PoolSpec
 
 STAMP_BYTES = 32
 BLOCK_SIZE = 4
 STALE_EXIT_CODE = 7
-GONE = (Fenced, UnknownSequence, ManagerUnavailable, Draining)
+GONE = (Fenced, UnknownSequence, ManagerUnavailable, Draining, PoolUnavailable, DescriptorRefused, ReplyExpired)
+"""What passes when the other processes are back."""
+REGISTERED, ATTACHED = failpoint("worker.registered"), failpoint("worker.attached")
+LAUNCHED, WRITTEN = failpoint("worker.step.launched"), failpoint("worker.step.written")
+REPORTED = failpoint("worker.step.reported")
+"""The steps of a worker in rpc/worker, whose place the worker below takes."""
+
+
+class PoolReplaced(Exception):
+    """The manager has another pool than the one mapped here."""
 
 
 class Pool:
-    """The stamps, mapped from the file that all share."""
+    """The stamps of all tokens in the memory that the pool holder hands out.
 
-    def __init__(self, path: str) -> None:
-        fd = os.open(path, os.O_RDWR)
-        self._map = mmap.mmap(fd, 0)
-        os.close(fd)
+    `verified` counts the tokens that were found right, for all to see.
+    """
 
-    def write(self, block: int, stamp: bytes) -> None:
-        self._map[block * STAMP_BYTES : (block + 1) * STAMP_BYTES] = stamp
+    def __init__(self, client: Client, verified: npt.NDArray[np.int64]) -> None:
+        pool = client.attach_pool(PoolSpec(block_size=BLOCK_SIZE))
+        assert isinstance(pool.attachment, MemfdAttachment)
+        descriptor = receive_descriptor(pool.attachment.socket_path, tag=pool.pool_id)
+        try:
+            memory = map_memfd(descriptor, pool_bytes(pool.spec))
+        finally:
+            os.close(descriptor)
+        self.pool_id = pool.pool_id
+        self._verified = verified
+        everything = np.frombuffer(memory, dtype=np.uint8).reshape(*pool_shape(pool.spec)[:-1], STAMP_BYTES)
+        self._stamps = everything[0, 0, :, 0]  # the keys of the first layer's only head: [block, token, byte]
 
-    def read(self, block: int) -> bytes:
-        return self._map[block * STAMP_BYTES : (block + 1) * STAMP_BYTES]
+    def write(self, tokens: list[int], table: npt.NDArray[np.int32], first: int) -> None:
+        """Compute the tokens from `first` on."""
+        at = np.arange(first, len(tokens))
+        self._stamps[table[at // BLOCK_SIZE], at % BLOCK_SIZE] = stamps(tokens)[first:]
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Run a copy order."""
+        self._stamps[target, :num_tokens] = self._stamps[source, :num_tokens]
+
+    def read(self, table: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.uint8]:
+        """Return the stamps of the first `count` tokens."""
+        at = np.arange(count)
+        found: npt.NDArray[np.uint8] = self._stamps[table[at // BLOCK_SIZE], at % BLOCK_SIZE]
+        return found
+
+    def check(self, found: npt.NDArray[np.uint8], tokens: list[int]) -> None:
+        """End the process when cached tokens do not hold what they say."""
+        wrong = (found != stamps(tokens)[: len(found)]).any(axis=1)
+        if wrong.any():
+            print(f"STALE token {int(wrong.argmax())} of {len(found)} cached of {len(tokens)}", flush=True)
+            os._exit(STALE_EXIT_CODE)
+        self._verified += len(found)
 
 
-def stamp(tokens: list[int]) -> bytes:
-    return hashlib.blake2b(np.array(tokens, dtype="<u4").tobytes(), digest_size=STAMP_BYTES).digest()
-
-
-def compute(pool: Pool, tokens: list[int], table: np.ndarray, first_token: int) -> None:
-    """Write the stamps of the full blocks from `first_token` on."""
-    for index in range(first_token // BLOCK_SIZE, len(tokens) // BLOCK_SIZE):
-        pool.write(int(table[index]), stamp(tokens[: (index + 1) * BLOCK_SIZE]))
-
-
-def check(found: bytes, tokens: list[int], index: int) -> None:
-    """End the process when a cached block does not hold what its tokens say."""
-    if found != stamp(tokens[: (index + 1) * BLOCK_SIZE]):
-        print(f"STALE block at index {index} of a prompt of {len(tokens)} tokens", flush=True)
-        os._exit(STALE_EXIT_CODE)
+def stamps(tokens: list[int]) -> npt.NDArray[np.uint8]:
+    """Return the stamp of each token, [tokens, STAMP_BYTES]."""
+    prefix = hashlib.blake2b(digest_size=STAMP_BYTES)
+    digests = []
+    for token in tokens:
+        prefix.update(token.to_bytes(4, "little"))
+        digests.append(prefix.digest())
+    return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(len(tokens), STAMP_BYTES)
 
 
 def prompt(chance: random.Random) -> list[int]:
@@ -74,74 +111,103 @@ def prompt(chance: random.Random) -> list[int]:
 def frontend(client: Client, pool: Pool, chance: random.Random) -> None:
     """Hold what is cached of a prompt for a while; what is held must not change."""
     tokens = prompt(chance)
-    with client.acquire(tokens, partial=False) as seq:
-        read = [pool.read(int(block)) for block in seq.block_table[: seq.cached_tokens // BLOCK_SIZE]]
+    with client.acquire(tokens) as seq:
+        # A pool that is registered later ends this lease. So it is this one as long as the sequence lives.
+        registered = client.get_pool()
+        if registered is None or registered.pool_id != pool.pool_id:
+            raise PoolReplaced
+        read = pool.read(seq.block_table, seq.cached_tokens)
         time.sleep(chance.random() * 0.05)
-        again = [pool.read(int(block)) for block in seq.block_table[: seq.cached_tokens // BLOCK_SIZE]]
+        again = pool.read(seq.block_table, seq.cached_tokens)
         seq.extend([1])  # raises when the lease was over by now: then what was read counts for nothing
-        for index, stamps in enumerate(zip(read, again, strict=True)):
-            check(stamps[0], tokens, index)
-            check(stamps[1], tokens, index)
+        pool.check(read, tokens)
+        pool.check(again, tokens)
         for fork in client.fork(seq.handle, 2).forks:
             client.release(fork.handle)
 
 
+class Running:
+    """One sequence of a worker."""
+
+    def __init__(self, tokens: list[int], acquired: ops.Acquired) -> None:
+        self.tokens = tokens
+        self.table = acquired.block_table
+        self.written = acquired.cached_tokens
+
+    def committed(self, result: ops.Committed) -> None:
+        """Take over the remaps of a commit."""
+        self.table = self.table.copy()
+        for remap in result.remaps:
+            self.table[remap.block_index] = remap.to_block
+
+
 def worker(session: Session, pool: Pool, chance: random.Random) -> None:
     """Run steps over a few sequences for ever: name them all in a batch, then write, and commit in the next batch."""
-    running: dict[bytes, list[int]] = {}
-    tables: dict[bytes, np.ndarray] = {}
-    written: dict[bytes, int] = {}
+    running: dict[bytes, Running] = {}
     for step in itertools.count():
         tokens = prompt(chance)
-        commits: list[ops.Operation] = [ops.Commit(handle, len(running[handle])) for handle in running]
-        *results, acquired = session.batch([*commits, ops.Acquire(tokens)], steps=ops.StepReport(step, step + 1))
+        commits: list[ops.Operation] = [ops.Commit(handle, len(own.tokens)) for handle, own in running.items()]
+        acquire = ops.Acquire(tokens, partial=chance.random() < 0.5)
+        *results, acquired = session.batch([*commits, acquire], steps=ops.StepReport(step, step + 1))
+        REPORTED()
         for handle, result in zip(list(running), results, strict=True):
             if isinstance(result, ops.Committed):
-                tables[handle] = remapped(tables[handle], result)
+                running[handle].committed(result)
             else:
                 del running[handle]
         if isinstance(acquired, ops.Acquired):
-            running[acquired.handle], tables[acquired.handle] = tokens, acquired.block_table
-            written[acquired.handle] = acquired.cached_tokens
-            for index in range(acquired.cached_tokens // BLOCK_SIZE):
-                check(pool.read(int(acquired.block_table[index])), tokens, index)
+            for order in acquired.copies:
+                pool.copy(order.src, order.dst, order.num_tokens)
+            running[acquired.handle] = Running(tokens, acquired)
+            pool.check(pool.read(acquired.block_table, acquired.cached_tokens), tokens)
+        LAUNCHED()
         time.sleep(chance.random() * 0.03)  # a step takes its time, and may be frozen in the middle of it
-        for handle, own in running.items():
-            compute(pool, own, tables[handle], written[handle])
-            written[handle] = len(own)
+        for own in running.values():
+            pool.write(own.tokens, own.table, own.written)
+            own.written = len(own.tokens)
+        WRITTEN()
         for handle in list(running)[: max(0, len(running) - 4)]:
             own = running.pop(handle)
-            found = [pool.read(int(block)) for block in tables[handle][: written[handle] // BLOCK_SIZE]]
+            found = pool.read(own.table, own.written)
             (released,) = session.batch([ops.Release(handle, after_step=step + 1)])
             if isinstance(released, ops.Released):  # then it was still ours when we read
-                for index, stamps in enumerate(found):
-                    check(stamps, own, index)
+                pool.check(found, own.tokens)
 
 
-def remapped(table: np.ndarray, result: ops.Committed) -> np.ndarray:
-    """Return the block table after a commit."""
-    table = table.copy()
-    for remap in result.remaps:
-        table[remap.block_index] = remap.to_block
-    return table
+def run_worker(client: Client, verified: npt.NDArray[np.int64], chance: random.Random) -> None:
+    with client.session() as session:
+        REGISTERED()
+        pool = Pool(client, verified)
+        ATTACHED()
+        worker(session, pool, chance)
+
+
+def run_frontend(client: Client, verified: npt.NDArray[np.int64], chance: random.Random) -> None:
+    pool = Pool(client, verified)
+    while True:
+        with contextlib.suppress(PoolExhausted):
+            frontend(client, pool, chance)
 
 
 def main() -> None:
-    role, address, path, seed = sys.argv[1:5]
-    pool, chance = Pool(path), random.Random(int(seed))
+    role, address, counters, index, seed = sys.argv[1:6]
+    run = run_worker if role == "worker" else run_frontend
     kind = ClientRole.WORKER if role == "worker" else ClientRole.FRONTEND
-    options = ClientOptions(name=f"{role} {seed}", role=kind, client_id=os.urandom(16), timeout_s=5.0)
-    print("ready", flush=True)
+    chance = random.Random(int(seed))
+    with open(counters, "r+b") as file:  # noqa: PTH123
+        verified = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.int64)[int(index) : int(index) + 1]
+    options = ClientOptions(
+        name=f"{role} {seed}",
+        role=kind,
+        client_id=os.urandom(16),
+        timeout_s=5.0,
+        retry=RetryOptions(total_s=1.0),
+    )
     while True:
         try:
             with Client(address, options=options) as client:
-                if role == "worker":
-                    with client.session() as session:
-                        worker(session, pool, chance)
-                while role != "worker":
-                    with contextlib.suppress(PoolExhausted):
-                        frontend(client, pool, chance)
-        except GONE:
+                run(client, verified, chance)
+        except (*GONE, PoolReplaced):
             time.sleep(0.02)
 
 

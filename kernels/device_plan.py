@@ -1,7 +1,7 @@
 """A plan on the device: one int32 buffer that holds every table of the forest, and the workspace for partial states.
 
-All sections lie in one tensor, so that a plan is one host-to-device copy. With a `PlanCapacity` the sections have
-fixed places and the launch grids fixed sizes; the counts are read on the device.
+All sections lie in one tensor, so that a plan is one host-to-device copy, and a step that only grows is a small one. With
+a `PlanCapacity` the sections have fixed places and the launch grids fixed sizes; the counts are read on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig, ctas_per
 from radixpool.kernels.spec import AttentionSpec
 
 Array = NDArray[np.int32]
+Long = NDArray[np.int64]
 MANY_PARTS = 16  # partial states a row, on average, above which the merge takes wide steps
+MAX_CHANGES = 1024  # table entries that one step may change without a new plan
+ROOM_BLOCKS = 16  # columns that the tables may grow by without a new plan
 ALIGN = 16  # int32 entries: sections start on 64 bytes, which Triton's 16-byte specialisation needs
 
 
@@ -76,6 +79,7 @@ class DevicePlan:
         self.bound: dict[Any, Any] = {}
         self.many_parts = capacity is not None
         self.table_stride = 0
+        self.step: Array = np.zeros(0, np.int32)
         self.buffer: Tensor | None = None
         self.tables: Tensor | None = None
         self.part: Tensor | None = None
@@ -96,7 +100,7 @@ class DevicePlan:
             return {name: len(a) for name, a in arrays.items()}
         c = self.capacity
         fixed: dict[str, int] = {
-            "counts": ALIGN, "lens": c.max_seqs, "rows": c.max_rows * ROW_RECORD, "merge_rows": c.max_rows,
+            "counts": ALIGN, "lens": step_entries(c.max_seqs), "rows": c.max_rows * ROW_RECORD, "merge_rows": c.max_rows,
             "merge_starts": c.max_rows + 1, "merge_parts": c.max_parts,
         }  # fmt: skip
         items = {f"items{h}": (c.max_items + grid) * RECORD for h, grid in self.heights.items()}
@@ -121,8 +125,10 @@ class DevicePlan:
         """Copy a cut batch to the device, in one transfer for the plan and one for the tables."""
         counts = np.zeros(ALIGN, np.int32)
         counts[0] = len(forest.merge_rows)
+        step = np.zeros(step_entries(self.capacity.max_seqs if self.capacity else len(lens)), np.int32)
+        step[: len(lens)] = lens
         arrays = {
-            "counts": counts, "lens": lens, "rows": forest.rows.reshape(-1), "merge_rows": forest.merge_rows,
+            "counts": counts, "lens": step, "rows": forest.rows.reshape(-1), "merge_rows": forest.merge_rows,
             "merge_starts": forest.merge_starts, "merge_parts": forest.merge_parts,
         }  # fmt: skip
         self.bound.clear()
@@ -130,39 +136,67 @@ class DevicePlan:
         nothing = np.zeros((0, RECORD), np.int32)
         for height in self.heights:
             arrays[f"items{height}"] = self.fill_grid(height, forest.items.get(height, nothing), forest.programs)
-        host = self.pack(arrays)
+        self.step = step
         self.merge_grid = len(forest.merge_rows) if self.capacity is None else self.capacity.max_rows
         if self.capacity is None:
             self.tall = forest.tall
             self.many_parts = forest.num_parts > MANY_PARTS * max(1, len(forest.merge_rows))
-        assert self.buffer is not None
-        self.buffer.copy_(host)
+        self.send(arrays)
         self.reserve_parts(forest.num_parts)
         self.upload_tables(tables)
 
-    def pack(self, arrays: dict[str, Array]) -> Tensor:
-        """Lay the arrays out in one host buffer and point the sections at their places on the device."""
-        sizes = self.section_sizes(arrays)
+    def send(self, arrays: dict[str, Array]) -> None:
+        """Lay the arrays out in one host buffer, copy it, and point the sections at their places on the device."""
         places, total = {}, 0
-        for name, size in sizes.items():
+        for name, size in self.section_sizes(arrays).items():
             places[name] = total
             total += -(-max(size, 1) // ALIGN) * ALIGN
-        host = np.zeros(total, np.int32)
+        host = staging(total, self.spec.device)
+        view = host.numpy()
         for name, array in arrays.items():
-            host[places[name] : places[name] + len(array)] = array
+            view[places[name] : places[name] + len(array)] = array
         if self.buffer is None or len(self.buffer) != total:
             self.buffer = torch.empty(total, dtype=torch.int32, device=self.spec.device)
+        self.buffer.copy_(host, non_blocking=True)
         self.sections = {name: self.buffer[place:] for name, place in places.items()}
-        return torch.from_numpy(host)
 
     def upload_tables(self, tables: Array) -> None:
-        """Copy the block tables to their fixed place."""
-        shape = tables.shape if self.capacity is None else (self.capacity.max_seqs, self.capacity.max_blocks)
+        """Copy the block tables to their fixed place, which has room for `ROOM_BLOCKS` more columns."""
+        shape = (tables.shape[0], tables.shape[1] + ROOM_BLOCKS)
+        if self.capacity is not None:
+            shape = (self.capacity.max_seqs, self.capacity.max_blocks)
         if self.tables is None or tuple(self.tables.shape) != shape:
             self.tables = torch.zeros(shape, dtype=torch.int32, device=self.spec.device)
             self.table_stride = self.tables.stride(0)
-        self.tables[: tables.shape[0], : tables.shape[1]].copy_(torch.from_numpy(tables))
+        host = staging(tables.size, self.spec.device).view(tables.shape)
+        host.numpy()[:] = tables
+        self.tables[: tables.shape[0], : tables.shape[1]].copy_(host, non_blocking=True)
 
-    def upload_lens(self, lens: Array) -> None:
-        """Copy the lengths only: items and tables stay."""
-        self.sections["lens"][: len(lens)].copy_(torch.from_numpy(lens))
+    def grow(self, lens: Array, places: Long, blocks: Array) -> None:
+        """Send new lengths and the table entries that changed, in one copy; `places` are row * stride + column.
+
+        The host buffer is pageable: the copy has read it when it returns, so that the next step may write it.
+        """
+        count, first = len(places), len(self.step) - 3 * MAX_CHANGES
+        self.step[: len(lens)] = lens
+        end = len(lens)
+        if count:
+            end = first + 3 * count
+            self.step[first : first + 2 * count] = places.view(np.int32)
+            self.step[first + 2 * count : end] = blocks
+        section = self.sections["lens"]
+        section[:end].copy_(torch.from_numpy(self.step[:end]), non_blocking=True)
+        if count:
+            assert self.tables is not None
+            index = section[first : first + 2 * count].view(torch.int64)
+            self.tables.view(-1).scatter_(0, index, section[first + 2 * count : end])
+
+
+def step_entries(num_seqs: int) -> int:
+    """Return the entries of the section that one step writes: lengths, then (place, block) of each changed entry."""
+    return -(-max(num_seqs, 1) // ALIGN) * ALIGN + 3 * MAX_CHANGES
+
+
+def staging(entries: int, device: torch.device | str) -> Tensor:
+    """Return host memory to copy from. Pinned memory is not handed out again before the copies from it are done."""
+    return torch.empty(entries, dtype=torch.int32, pin_memory=torch.device(device).type == "cuda")

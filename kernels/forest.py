@@ -332,6 +332,14 @@ def cut_height(
     return (row0, rows, tiles.table[tile], tiles.begin[tile] + first, stop, backs[row0 + rows - 1], seen), program
 
 
+def programs_of(
+    height: int, config_of: Callable[[int, bool], TileConfig], spec: AttentionSpec, device: DeviceInfo, *, tall: bool,
+    beside: bool,
+) -> int:  # fmt: skip
+    """Return how many programs per KV head run the tiles of one height; `beside` holds back narrow ones only."""
+    return ctas_per_head(config_of(height, tall), spec, device, beside=beside and height < TALL_ROWS)
+
+
 def build_forest(
     tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
     config_of: Callable[[int, bool], TileConfig], *, min_gain_bytes: float = 1.0,
@@ -360,7 +368,7 @@ def build_forest(
     for height in TILE_ROWS:
         own = np.flatnonzero(tiles.height == height)
         if len(own):
-            programs = ctas_per_head(config_of(height, tall), spec, device, beside=beside and height < TALL_ROWS)
+            programs = programs_of(height, config_of, spec, device, tall=tall, beside=beside)
             chunk, starts[height] = cut_height(tiles, own, programs, guarded, backs, merging=merging)
             chunks.append(chunk)
     columns = [np.concatenate(c) for c in zip(*chunks, strict=True)] if chunks else [np.zeros(0, np.int64)] * 7

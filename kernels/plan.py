@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixpool.kernels.device_plan import DevicePlan, PlanCapacity
-from radixpool.kernels.forest import Forest, build_forest
+from radixpool.kernels.device_plan import MAX_CHANGES, DevicePlan, PlanCapacity
+from radixpool.kernels.forest import Forest
 from radixpool.kernels.launch import DeviceInfo, TileConfig, tile_config
+from radixpool.kernels.native_cut import Growth, build_forest, changed_entries
 from radixpool.kernels.spec import AttentionSpec
 
 Int32Array = NDArray[np.int32]
@@ -66,11 +67,11 @@ class ForestPlan:
 
     @property
     def config_of(self) -> Callable[[int, bool], TileConfig]:
-        """The launch configuration by tile height and presence of tall tiles; holds no reference to the plan.
+        """The launch configuration by tile height and presence of tall tiles; the same object for equal plans.
 
         A plan with a capacity may meet both, and its launches are fixed: it counts as one with tall tiles.
         """
-        return functools.partial(config_for, self.spec, self.device.arch, self.capacity is not None)
+        return config_function(self.spec, self.device.arch, self.capacity is not None)
 
     @property
     def device(self) -> DeviceInfo:
@@ -81,35 +82,47 @@ class ForestPlan:
         """Make this the plan of the next step's batch, in place; return whether the old cut could be kept.
 
         `block_tables=None`: no table changed. The cut is kept if every sequence only grew at its end, by at most 64
-        tokens since it was cut, with the same number of query tokens: then only lengths, and tables that changed, are
-        uploaded. Device addresses don't change for a plan with a capacity. O(table entries) compared, nothing at all
-        without tables. Raises `ValueError` as `plan_forest` does, and changes nothing then.
+        tokens since it was cut, with the same number of query tokens: then only lengths, and table entries that
+        changed, are sent. Device addresses don't change for a plan with a capacity. O(table entries) compared, nothing
+        at all without tables. Raises `ValueError` as `plan_forest` does, and changes nothing then.
         """
-        given = self.block_tables if block_tables is None else host_int32("block_tables", block_tables, 2)
-        same = given is self.block_tables or np.array_equal(given, self.block_tables)
-        tables = self.block_tables if same else given.copy()
-        lens, new, starts = checked_batch(tables, seq_lens, query_lens, self.spec)
-        kept = self.only_grew(tables, lens, new, same=same)
+        tables = None if block_tables is None else host_int32("block_tables", block_tables, 2)
+        lens = host_int32("seq_lens", seq_lens, 1)
+        if self.grow(tables, lens, query_lens):
+            return True
+        tables = self.block_tables if tables is None else tables.copy()
+        lens, new, starts = checked_batch(tables, lens, query_lens, self.spec)
         if self.capacity is not None:
             self.capacity.check(tables, starts)
         self.block_tables, self.seq_lens, self.query_lens, self.query_starts = tables, lens, new, starts
         if self.spec.backend == "triton":
-            self.refresh(tables_changed=not same) if kept else self.cut()
-        return kept
+            self.cut()
+        return False
 
-    def only_grew(self, tables: Int32Array, lens: Int32Array, new: Int32Array, *, same: bool) -> bool:
-        """Return whether the present cut also fits the given batch."""
-        if self.forest is None or not self.forest.growable or tables.shape != self.block_tables.shape:
+    def grow(self, tables: Int32Array | None, lens: Int32Array, query_lens: Any | None) -> bool:
+        """Move to the given batch if it only grew and the cut still fits; else change nothing and return False."""
+        device_plan = self.device_plan
+        if device_plan is None or self.forest is None or not self.forest.growable or len(lens) != self.num_seqs:
             return False
-        if len(lens) != len(self.planned_lens) or not np.array_equal(new, self.query_lens):
+        if tables is not None and (len(tables) != len(lens) or tables.shape[1] > device_plan.table_stride):
             return False
-        grown = lens - self.planned_lens
-        if len(grown) and (grown.min() < 0 or grown.max() > MAX_GROWTH_TOKENS):
+        if query_lens is None:
+            if not (self.query_lens == 1).all():
+                return False
+        elif not np.array_equal(host_int32("query_lens", query_lens, 1), self.query_lens):
             return False
-        if same:
-            return True
-        used = np.arange(tables.shape[1]) < self.blocks_needed[:, None]
-        return not (used & (tables != self.block_tables)).any()
+        growth = Growth(self.spec.block_size, device_plan.table_stride, MAX_GROWTH_TOKENS, MAX_CHANGES)
+        changes = changed_entries(self.block_tables, self.seq_lens, self.planned_lens, tables, lens, growth)
+        if changes is None:
+            return False
+        places, blocks = changes
+        if tables is not None and tables.shape != self.block_tables.shape:
+            self.block_tables = tables.copy()
+        elif len(places):
+            self.block_tables[places // growth.stride, places % growth.stride] = blocks
+        self.seq_lens, self.fast = lens.copy(), None
+        device_plan.grow(self.seq_lens, places, blocks)
+        return True
 
     def cut(self) -> None:
         """Cut the batch into items and upload them."""
@@ -130,13 +143,11 @@ class ForestPlan:
         self.device_plan.upload(forest, self.block_tables, self.seq_lens)
         self.fast = None
 
-    def refresh(self, *, tables_changed: bool) -> None:
-        """Upload the lengths, and the tables if they changed."""
-        assert self.device_plan is not None
-        self.fast = None
-        self.device_plan.upload_lens(self.seq_lens)
-        if tables_changed:
-            self.device_plan.upload_tables(self.block_tables)
+
+@functools.cache
+def config_function(spec: AttentionSpec, arch: int, fixed: bool) -> Callable[[int, bool], TileConfig]:
+    """Return `config_for` of these shapes; one object for each, so that what follows from it can be kept."""
+    return functools.partial(config_for, spec, arch, fixed)
 
 
 def config_for(spec: AttentionSpec, arch: int, fixed: bool, tile_rows: int, tall: bool) -> TileConfig:

@@ -1,0 +1,536 @@
+/* The cut of forest.py in C: the same items bit for bit (tests/kernels/test_native_cut.py), some fifteen times as fast.
+ *
+ * forest.py is the definition and explains every step; functions here carry its names. Its constants come in as -D
+ * options (see native.py). `cut` owns all memory until `take` copies the result out and frees it; no global state.
+ */
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int32_t i32;
+typedef int64_t i64;
+
+enum { HEIGHTS = 4, TO_THE_END = INT32_MAX, CHUNK = 1 << 18 };
+static const i32 TILE_ROWS[HEIGHTS] = {16, 32, 64, 128};
+
+/* What `cut` needs beside the batch; mirrored by native_cut.Batch. */
+typedef struct {
+    const i32 *tables, *lens, *query_lens, *query_starts;
+    i64 num_seqs, width, block_size, group_size, kv_bytes_per_token, v_head_dim, item_overhead_bytes;
+    double min_gain_bytes;
+    i64 programs[HEIGHTS][2][2]; /* by height, presence of tall tiles, whether they run beside */
+} Batch;
+
+/* What `take` will write, and facts of the plan; mirrored by native_cut.Sizes. */
+typedef struct {
+    i64 num_rows, num_merge_rows, num_merge_parts, num_parts, unique_tokens, growable, tall;
+    i64 items[HEIGHTS], programs[HEIGHTS];
+} Sizes;
+
+typedef struct Chunk {
+    struct Chunk *next;
+    size_t used, size;
+} Chunk;
+
+typedef struct { i64 row0, row1, begin, end, table, leaf; } Segment;
+typedef struct { i64 height, row0, rows, begin, end, table, leaf; } Tile;
+typedef struct { i32 row0, rows, table, begin, end, part, after, seen; } Piece;
+typedef struct { const i32 *table; i64 blocks, seq; } Path;
+
+typedef struct {
+    const Batch *in;
+    Sizes *sizes;
+    Chunk *memory;
+    jmp_buf failed;
+    i64 num_active, num_rows, num_segments, num_leaves, num_tiles, num_pieces;
+    Path *order;                 /* active sequences, equal prefixes side by side */
+    i64 *lcp;                    /* common blocks of neighbours */
+    i32 *rows, *limits, *backs;  /* by sorted row: row of q, tokens seen, query tokens after it */
+    Segment *segments;
+    Tile *tiles;
+    Piece *pieces;
+    i64 *starts[HEIGHTS];        /* first piece of each program, within its height */
+    i32 *merge_rows, *merge_starts, *merge_parts;
+} Cut;
+
+static void *reserve(Cut *c, i64 count, size_t width) {
+    size_t bytes = ((size_t)count * width + 15) & ~(size_t)15;
+    if (!c->memory || c->memory->size - c->memory->used < bytes) {
+        size_t size = bytes > CHUNK ? bytes : CHUNK;
+        Chunk *chunk = malloc(sizeof(Chunk) + 16 + size);
+        if (!chunk) longjmp(c->failed, 1);
+        *chunk = (Chunk){c->memory, 0, size};
+        c->memory = chunk;
+    }
+    char *base = (char *)(((uintptr_t)(c->memory + 1) + 15) & ~(uintptr_t)15);
+    void *place = base + c->memory->used;
+    c->memory->used += bytes;
+    return place;
+}
+
+static void release(Cut *c) {
+    for (Chunk *chunk = c->memory, *next; chunk; chunk = next) {
+        next = chunk->next;
+        free(chunk);
+    }
+    free(c);
+}
+
+static i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+static i64 min64(i64 a, i64 b) { return a < b ? a : b; }
+static i64 max64(i64 a, i64 b) { return a > b ? a : b; }
+
+/* Sort keys ascending, bottom up; `other` is room for as many. Keys are unique where order among equals matters. */
+static void sort_keys(i64 *keys, i64 *other, i64 n) {
+    i64 *from = keys, *to = other;
+    for (i64 width = 1; width < n; width *= 2) {
+        for (i64 lo = 0; lo < n; lo += 2 * width) {
+            i64 mid = min64(lo + width, n), hi = min64(lo + 2 * width, n), a = lo, b = mid, at = lo;
+            while (a < mid && b < hi) to[at++] = from[b] < from[a] ? from[b++] : from[a++];
+            while (a < mid) to[at++] = from[a++];
+            while (b < hi) to[at++] = from[b++];
+        }
+        i64 *swap = from;
+        from = to;
+        to = swap;
+    }
+    if (from != keys) memcpy(keys, from, (size_t)n * sizeof(i64));
+}
+
+static i64 common_blocks(const Path *a, const Path *b, i64 from) {
+    i64 most = min64(a->blocks, b->blocks), i = from;
+    while (i + 8 <= most && memcmp(a->table + i, b->table + i, 32) == 0) i += 8;
+    while (i < most && a->table[i] == b->table[i]) i++;
+    return i;
+}
+
+/* Whether path `a` sorts before `b`, which first differ at block `at`; the order of bytes, an ended path comes last. */
+static int before(const Path *a, const Path *b, i64 at) {
+    if (at == a->blocks) return 0;
+    if (at == b->blocks) return 1;
+    return memcmp(a->table + at, b->table + at, sizeof(i32)) < 0;
+}
+
+/* A path's place around a pivot: those before it, the more they share the later, then its equals, then the rest. */
+enum { EQUAL = 1 << 29 };
+
+static i64 rank_around(const Path *pivot, const Path *path, i64 depth) {
+    i64 same = common_blocks(pivot, path, depth);
+    if (same == pivot->blocks && same == path->blocks) return EQUAL;
+    return before(path, pivot, same) ? same - EQUAL : 3 * (i64)EQUAL - same;
+}
+
+static i64 shared_at(i64 rank, const Path *pivot) {
+    return rank < 0 ? rank + EQUAL : rank == EQUAL ? pivot->blocks : 3 * (i64)EQUAL - rank;
+}
+
+/* Sort paths that share their first block: around a pivot, then each class that shares equally much with it again. */
+static void sort_group(Cut *c, i64 lo, i64 hi, i64 *keys, i64 *other, Path *held, i64 *work) {
+    i64 top = 0;
+    work[top++] = lo, work[top++] = hi, work[top++] = 0;
+    while (top) {
+        i64 depth = work[--top];
+        hi = work[--top], lo = work[--top];
+        const Path pivot = c->order[lo];
+        for (i64 i = lo; i < hi; i++) {
+            keys[i - lo] = rank_around(&pivot, &c->order[i], depth) * ((i64)1 << 32) + (i - lo);
+            held[i - lo] = c->order[i];
+        }
+        sort_keys(keys, other, hi - lo);
+        i64 first = lo;
+        for (i64 i = lo; i < hi; i++) {
+            i64 rank = keys[i - lo] >> 32, next = i + 1 < hi ? keys[i + 1 - lo] >> 32 : INT64_MAX;
+            c->order[i] = held[keys[i - lo] & UINT32_MAX];
+            if (i + 1 < hi) c->lcp[i] = min64(shared_at(rank, &pivot), shared_at(next, &pivot));
+            if (next == rank) continue;
+            if (rank != EQUAL && i > first) {
+                work[top++] = first, work[top++] = i + 1, work[top++] = shared_at(rank, &pivot);
+            }
+            first = i + 1;
+        }
+    }
+}
+
+static void sort_tables(Cut *c) {
+    const Batch *in = c->in;
+    i64 n = c->num_active;
+    i64 *keys = reserve(c, n, sizeof(i64)), *other = reserve(c, n, sizeof(i64));
+    i64 *work = reserve(c, 3 * n + 3, sizeof(i64));
+    Path *held = reserve(c, n, sizeof(Path));
+    if (n < 2 || in->width == 0) return;
+    for (i64 i = 0; i < n; i++) {
+        i64 first = c->order[i].blocks > 0 ? c->order[i].table[0] : -1 - i;
+        keys[i] = first * ((i64)1 << 32) + i;
+        held[i] = c->order[i];
+    }
+    sort_keys(keys, other, n);
+    for (i64 i = 0; i < n; i++) c->order[i] = held[keys[i] & UINT32_MAX];
+    i64 *first = reserve(c, n, sizeof(i64));
+    for (i64 i = 0; i < n; i++) first[i] = keys[i] >> 32;
+    for (i64 lo = 0, hi; lo < n; lo = hi) {
+        for (hi = lo + 1; hi < n && first[hi] == first[lo];) hi++;
+        if (hi - lo > 1) sort_group(c, lo, hi, keys, other, held, work);
+    }
+}
+
+/* Order the active sequences and list their query rows in that order. */
+static void sort_batch(Cut *c) {
+    const Batch *in = c->in;
+    c->order = reserve(c, in->num_seqs, sizeof(Path));
+    for (i64 i = 0; i < in->num_seqs; i++)
+        if (in->query_lens[i] > 0)
+            c->order[c->num_active++] = (Path){in->tables + i * in->width, ceil_div(in->lens[i], in->block_size), i};
+    c->lcp = memset(reserve(c, c->num_active, sizeof(i64)), 0, (size_t)c->num_active * sizeof(i64));
+    sort_tables(c);
+    c->num_rows = in->query_starts[in->num_seqs];
+    c->rows = reserve(c, c->num_rows, sizeof(i32));
+    c->limits = reserve(c, c->num_rows, sizeof(i32));
+    c->backs = reserve(c, c->num_rows, sizeof(i32));
+    for (i64 i = 0, at = 0; i < c->num_active; i++) {
+        i64 seq = c->order[i].seq;
+        for (i32 row = in->query_starts[seq]; row < in->query_starts[seq + 1]; row++, at++) {
+            c->rows[at] = row;
+            c->backs[at] = in->query_starts[seq + 1] - 1 - row;
+            c->limits[at] = (i32)max64(in->lens[seq] - c->backs[at], 0);
+        }
+    }
+}
+
+/* Keep an interval (lo, hi, depth) of neighbours [lo, hi) that share `depth` blocks as a segment if it pays. */
+static void keep_interval(Cut *c, const i64 *interval, const i64 *rows_before, const i64 *tiles_before, i64 *done) {
+    const Batch *in = c->in;
+    i64 lo = interval[0], hi = interval[1], depth = interval[2];
+    i64 longest = 0;
+    for (i64 i = lo; i < hi; i++) longest = max64(longest, in->lens[c->order[i].seq]);
+    i64 begin = done[lo], end = min64(depth * in->block_size, longest), rows = rows_before[hi] - rows_before[lo];
+    i64 saved = tiles_before[hi] - tiles_before[lo] - ceil_div(rows * in->group_size, TILE_ROWS[HEIGHTS - 1]);
+    i64 state_bytes = 8 * in->group_size * in->v_head_dim;
+    i64 gain = saved * (end - begin) * in->kv_bytes_per_token - rows * state_bytes - in->item_overhead_bytes;
+    if (!((double)gain >= in->min_gain_bytes)) return;
+    c->segments[c->num_segments++] = (Segment){rows_before[lo], rows_before[hi], begin, end, c->order[lo].seq, 0};
+    for (i64 i = lo; i < hi; i++) done[i] = end;
+}
+
+static void find_segments(Cut *c) {
+    const Batch *in = c->in;
+    i64 n = c->num_active, found = 0, top = 0;
+    i64 *rows_before = reserve(c, n + 1, sizeof(i64)), *tiles_before = reserve(c, n + 1, sizeof(i64));
+    i64 *done = reserve(c, n, sizeof(i64)), *stack = reserve(c, 2 * n + 2, sizeof(i64));
+    i64(*intervals)[3] = reserve(c, n, sizeof(*intervals));
+    c->segments = reserve(c, 2 * n, sizeof(Segment));
+    rows_before[0] = tiles_before[0] = 0;
+    for (i64 i = 0; i < n; i++) {
+        i64 rows = in->query_lens[c->order[i].seq];
+        rows_before[i + 1] = rows_before[i] + rows;
+        tiles_before[i + 1] = tiles_before[i] + ceil_div(rows * in->group_size, TILE_ROWS[HEIGHTS - 1]);
+        done[i] = 0;
+    }
+    stack[top++] = 0, stack[top++] = 0;
+    for (i64 i = 0; i < n; i++) {
+        i64 depth = i + 1 < n ? c->lcp[i] : 0, lo = i;
+        while (stack[top - 1] > depth) {
+            lo = stack[top - 2];
+            intervals[found][0] = lo, intervals[found][1] = i + 1, intervals[found++][2] = stack[top - 1];
+            top -= 2;
+        }
+        if (stack[top - 1] < depth) stack[top++] = lo, stack[top++] = depth;
+    }
+    while (found--) keep_interval(c, intervals[found], rows_before, tiles_before, done);
+    c->sizes->unique_tokens = 0;
+    for (i64 i = 0; i < n; i++) {
+        i64 seq = c->order[i].seq;
+        if (in->lens[seq] <= done[i]) continue;
+        c->segments[c->num_segments++] = (Segment){rows_before[i], rows_before[i + 1], done[i], in->lens[seq], seq, 1};
+        c->num_leaves++;
+    }
+    for (i64 i = 0; i < c->num_segments; i++) c->sizes->unique_tokens += c->segments[i].end - c->segments[i].begin;
+}
+
+static int height_index(i64 height) {
+    int h = 0;
+    while (TILE_ROWS[h] < height && h < HEIGHTS - 1) h++;
+    return h;
+}
+
+static void cut_rows(Cut *c) {
+    i64 group = c->in->group_size, work[HEIGHTS] = {0}, most = 0;
+    int joined[HEIGHTS] = {0, 1, 2, 3};
+    for (i64 i = 0; i < c->num_segments; i++) {
+        const Segment *s = &c->segments[i];
+        work[height_index((s->row1 - s->row0) * group)] += s->end - s->begin;
+    }
+    if (work[1] && (double)work[1] >= JOIN_SHARE * (double)(work[0] + work[1])) joined[0] = 1;
+    if (work[2] && work[3] >= work[2]) joined[2] = 3;
+    for (i64 i = 0; i < c->num_segments; i++) {
+        const Segment *s = &c->segments[i];
+        i64 rows = s->row1 - s->row0;
+        most += ceil_div(rows, TILE_ROWS[joined[height_index(rows * group)]] / group);
+    }
+    c->tiles = reserve(c, most, sizeof(Tile));
+    for (i64 i = 0; i < c->num_segments; i++) {
+        const Segment *s = &c->segments[i];
+        i64 height = TILE_ROWS[joined[height_index((s->row1 - s->row0) * group)]];
+        for (i64 row0 = s->row0; row0 < s->row1; row0 += height / group) {
+            i64 row1 = min64(row0 + height / group, s->row1), end = s->leaf ? c->limits[row1 - 1] : s->end;
+            if (end > s->begin)
+                c->tiles[c->num_tiles++] = (Tile){height, row0, row1 - row0, s->begin, end, s->table, s->leaf};
+        }
+    }
+}
+
+/* Write the points where tokens, laid end to end, are cut for `programs` equal shares: whole tiles, or inside them. */
+static void cut_points(const i64 *length, i64 n, i64 programs, int whole, i64 *points) {
+    i64 total = 0, ends = length[0] + ITEM_OVERHEAD_TOKENS, tokens_before = 0, tile = 0;
+    for (i64 i = 0; i < n; i++) total += length[i] + ITEM_OVERHEAD_TOKENS;
+    double share = (double)total / (double)programs;
+    for (i64 i = 1; i < programs; i++) {
+        double cut = (double)i * share;
+        while (tile < n - 1 && (double)ends <= cut) {
+            tokens_before += length[tile++];
+            ends += length[tile] + ITEM_OVERHEAD_TOKENS;
+        }
+        double inside = cut - (double)(ends - length[tile]);
+        i64 offset = (i64)rint(inside / CUT_TOKENS) * CUT_TOKENS;
+        if (offset < MIN_PIECE_TOKENS) offset = 0;
+        if (offset > length[tile] - MIN_PIECE_TOKENS) offset = length[tile];
+        if (whole) offset = inside * 2 < (double)length[tile] ? 0 : length[tile];
+        points[i - 1] = tokens_before + offset;
+    }
+}
+
+static i64 even_piece(const i64 *length, i64 n, i64 total, i64 programs) {
+    i64 longest = 0;
+    if (n > programs) return 0;
+    for (i64 i = 0; i < n; i++) longest = max64(longest, length[i]);
+    i64 share = ceil_div(longest, programs / n), each = ceil_div(share, CUT_TOKENS) * CUT_TOKENS;
+    double balanced = (double)(total + n * ITEM_OVERHEAD_TOKENS) / (double)programs + ITEM_OVERHEAD_TOKENS;
+    return (double)(each + ITEM_OVERHEAD_TOKENS) <= balanced ? each : 0;
+}
+
+/* Choose the cut points of tiles of the given lengths; return them, and in `programs` how many programs run. */
+static i64 *cut_tokens(Cut *c, const i64 *length, i64 n, i64 *programs, int merging) {
+    i64 total = 0, count = 0;
+    for (i64 i = 0; i < n; i++) total += length[i];
+    *programs = max64(1, min64(*programs, ceil_div(total, MIN_PIECE_TOKENS)));
+    i64 each = even_piece(length, n, total, *programs), *points;
+    if (each) {
+        for (i64 i = 0; i < n; i++) count += ceil_div(length[i], each);
+        points = reserve(c, count, sizeof(i64));
+        *programs = count, count = 0;
+        for (i64 i = 0, before = 0; i < n; before += length[i++])
+            for (i64 at = 0; at < length[i]; at += each)
+                if (before + at > 0) points[count++] = before + at;
+    } else {
+        points = reserve(c, *programs, sizeof(i64));
+        cut_points(length, n, *programs, 0, points);
+    }
+    if (merging) return points;
+    i64 *rounded = reserve(c, *programs, sizeof(i64)), longest = 0;
+    cut_points(length, n, *programs, 1, rounded);
+    for (i64 i = 0; i < *programs; i++)
+        longest = max64(longest, (i + 1 < *programs ? rounded[i] : total) - (i ? rounded[i - 1] : 0));
+    double limit = WHOLE_TILE_SLACK * (double)total / (double)*programs + ITEM_OVERHEAD_TOKENS;
+    return (double)longest <= limit ? rounded : points;
+}
+
+/* Cut the tiles of one height into pieces, appended to c->pieces. */
+static void cut_height(Cut *c, int h, i64 programs, int merging, i64 *keys, i64 *other, Tile *own, i64 *length) {
+    i64 n = 0;
+    for (i64 i = 0; i < c->num_tiles; i++) {
+        const Tile *t = &c->tiles[i];
+        if (t->height != TILE_ROWS[h]) continue;
+        keys[n] = i + (merging ? -(t->end - t->begin) * ((i64)1 << 32) : 0);
+        n++;
+    }
+    if (!n) return;
+    if (merging) sort_keys(keys, other, n);
+    for (i64 i = 0; i < n; i++) {
+        own[i] = c->tiles[keys[i] & UINT32_MAX];
+        length[i] = own[i].end - own[i].begin;
+    }
+    i64 *points = cut_tokens(c, length, n, &programs, merging);
+    i64 *starts = c->starts[h] = reserve(c, programs + 1, sizeof(i64));
+    Piece *pieces = reserve(c, n + programs, sizeof(Piece));
+    i64 count = 0, point = 0, program = 0, before = 0;
+    for (i64 i = 0; i < n; before += length[i++]) {
+        const Tile *t = &own[i];
+        i64 at = 0, stop;
+        while (at < length[i]) {
+            while (program < programs && (program ? points[program - 1] : 0) <= before + at) starts[program++] = count;
+            while (point < programs - 1 && points[point] <= before + at) point++;
+            stop = point < programs - 1 ? min64(points[point] - before, length[i]) : length[i];
+            i64 end = t->leaf && t->begin + stop == t->end ? TO_THE_END : t->begin + stop;
+            Piece p = {(i32)t->row0, (i32)t->rows, (i32)t->table, (i32)(t->begin + at), (i32)end, -1, 0, 0};
+            p.after = c->backs[t->row0 + t->rows - 1];
+            p.seen = INT32_MAX;
+            for (i64 r = t->row0; r < t->row0 + t->rows; r++) p.seen = c->limits[r] < p.seen ? c->limits[r] : p.seen;
+            pieces[count++] = p;
+            at = stop;
+        }
+    }
+    while (program <= programs) starts[program++] = count;
+    c->sizes->programs[h] = programs;
+    c->sizes->items[h] = count;
+    Piece *joined = reserve(c, c->num_pieces + count, sizeof(Piece));
+    if (c->num_pieces) memcpy(joined, c->pieces, (size_t)c->num_pieces * sizeof(Piece));
+    memcpy(joined + c->num_pieces, pieces, (size_t)count * sizeof(Piece));
+    c->pieces = joined;
+    c->num_pieces += count;
+}
+
+static void cut_all_heights(Cut *c) {
+    i64 narrow = 0, tall = 0, n = c->num_tiles;
+    int merging = 0;
+    for (i64 i = 0; i < n; i++) {
+        const Tile *t = &c->tiles[i];
+        *(t->height >= TALL_ROWS ? &tall : &narrow) += t->end - t->begin;
+        merging |= !t->leaf;
+        c->sizes->tall |= t->height >= TALL_ROWS;
+    }
+    int beside = c->sizes->tall && (double)narrow <= BESIDE_SHARE * TALL_COST * (double)tall;
+    i64 *keys = reserve(c, n, sizeof(i64)), *other = reserve(c, n, sizeof(i64)), *length = reserve(c, n, sizeof(i64));
+    Tile *own = reserve(c, n, sizeof(Tile));
+    for (int h = 0; h < HEIGHTS; h++) {
+        i64 programs = c->in->programs[h][c->sizes->tall][beside];
+        cut_height(c, h, programs, merging, keys, other, own, length);
+    }
+}
+
+static void merge_lists(Cut *c) {
+    i64 parts = 0, listed = 0, rows = c->num_rows;
+    i32 *count = memset(reserve(c, rows, sizeof(i32)), 0, (size_t)rows * sizeof(i32));
+    i32 *left = memset(reserve(c, rows, sizeof(i32)), 0, (size_t)rows * sizeof(i32));
+    i32 *next = reserve(c, rows, sizeof(i32));
+    for (i64 i = 0; i < c->num_pieces; i++)
+        for (i32 r = 0; r < c->pieces[i].rows; r++) count[c->pieces[i].row0 + r]++;
+    for (i64 i = 0; i < c->num_pieces; i++) {
+        Piece *p = &c->pieces[i];
+        int alone = 1;
+        for (i32 r = 0; r < p->rows; r++) alone &= count[p->row0 + r] == 1;
+        if (alone) continue;
+        p->part = (i32)parts;
+        parts += p->rows;
+        for (i32 r = 0; r < p->rows; r++) left[p->row0 + r]++;
+    }
+    c->merge_rows = reserve(c, rows, sizeof(i32));
+    c->merge_starts = reserve(c, rows + 1, sizeof(i32));
+    c->merge_parts = reserve(c, parts, sizeof(i32));
+    c->merge_starts[0] = 0;
+    for (i64 r = 0; r < rows; r++) {
+        if (count[r] == 1 && left[r] == 0) continue;
+        next[r] = c->merge_starts[listed];
+        c->merge_rows[listed++] = c->rows[r];
+        c->merge_starts[listed] = next[r] + left[r];
+    }
+    for (i64 i = 0; i < c->num_pieces; i++)
+        for (i32 r = 0; c->pieces[i].part >= 0 && r < c->pieces[i].rows; r++)
+            c->merge_parts[next[c->pieces[i].row0 + r]++] = c->pieces[i].part + r;
+    c->sizes->num_rows = rows;
+    c->sizes->num_merge_rows = listed;
+    c->sizes->num_merge_parts = c->sizes->num_parts = parts;
+}
+
+/* Run all steps; return 0 where memory ran out. */
+static int run(Cut *c) {
+    if (setjmp(c->failed)) return 0;
+    sort_batch(c);
+    find_segments(c);
+    cut_rows(c);
+    cut_all_heights(c);
+    merge_lists(c);
+    return 1;
+}
+
+/* Cut a batch and fill `sizes`; return a handle for `take`, or NULL where memory ran out. */
+void *radixpool_cut(const Batch *in, Sizes *sizes) {
+    Cut *c = calloc(1, sizeof(Cut));
+    if (!c) return NULL;
+    memset(sizes, 0, sizeof(Sizes));
+    c->in = in, c->sizes = sizes;
+    if (!run(c)) {
+        release(c);
+        return NULL;
+    }
+    sizes->growable = c->num_leaves == c->num_active;
+    for (int h = 0; h < HEIGHTS; h++) { /* programs without work have an empty first item */
+        i64 busy = 0;
+        for (i64 p = 0; p < sizes->programs[h]; p++) busy += c->starts[h][p + 1] > c->starts[h][p];
+        sizes->items[h] += sizes->programs[h] - busy;
+    }
+    return c;
+}
+
+static void write_record(i32 *record, const Piece *p) {
+    const i32 fields[RECORD] = {p->row0, p->rows, p->table, p->begin, p->end, p->part, 0, 0, p->after, p->seen};
+    memcpy(record, fields, sizeof(fields));
+}
+
+static i32 *write_items(const Cut *c, int h, const Piece *pieces, i32 *out) {
+    i64 programs = c->sizes->programs[h], next = programs;
+    memset(out, 0, (size_t)programs * RECORD * sizeof(i32));
+    for (i64 p = 0; p < programs; p++) {
+        i64 first = c->starts[h][p], last = c->starts[h][p + 1];
+        if (last > first) write_record(out + p * RECORD, &pieces[first]);
+        out[p * RECORD + 6] = (i32)max64(last - first - 1, 0);
+        out[p * RECORD + 7] = (i32)next;
+        for (i64 i = first + 1; i < last; i++) write_record(out + next++ * RECORD, &pieces[i]);
+    }
+    return out + next * RECORD;
+}
+
+/* Write rows, merge_rows, merge_starts, merge_parts and the items of each height to `out`; free the handle. */
+void radixpool_take(void *handle, const Batch *in, const Sizes *sizes, i32 *out) {
+    Cut *c = handle;
+    for (i64 i = 0, at = 0; i < c->num_active; i++) {
+        i64 seq = c->order[i].seq;
+        for (i32 j = 0; j < in->query_lens[seq]; j++, at++, out += ROW_RECORD) {
+            const i32 record[ROW_RECORD] = {c->rows[at], (i32)seq, c->backs[at], in->query_lens[seq]};
+            memcpy(out, record, sizeof(record));
+        }
+    }
+    memcpy(out, c->merge_rows, (size_t)sizes->num_merge_rows * sizeof(i32));
+    out += sizes->num_merge_rows;
+    memcpy(out, c->merge_starts, (size_t)(sizes->num_merge_rows + 1) * sizeof(i32));
+    out += sizes->num_merge_rows + 1;
+    memcpy(out, c->merge_parts, (size_t)sizes->num_merge_parts * sizeof(i32));
+    out += sizes->num_merge_parts;
+    const Piece *pieces = c->pieces;
+    for (int h = 0; h < HEIGHTS; h++) {
+        i64 count = sizes->programs[h] ? c->starts[h][sizes->programs[h]] : 0;
+        out = write_items(c, h, pieces, out);
+        pieces += count;
+    }
+    release(c);
+}
+
+/* What changed from one step's batch to the next, where the cut still fits; mirrored by native_cut.Step. */
+typedef struct {
+    const i32 *old_tables, *tables, *old_lens, *lens, *planned_lens;
+    i64 num_seqs, old_width, width, block_size, max_growth, stride, most;
+} Step;
+
+/* Compare two steps. Write `index = row * stride + place` and the new block of each table entry that differs past the
+ * old length; return how many, or -1 where the cut no longer fits: a length that shrank below the planned one, grew too
+ * much or past its table, a block that changed below the old length, or more than `most` changes. */
+i64 radixpool_compare(const Step *s, i64 *index, i32 *blocks) {
+    i64 count = 0, width = min64(s->width, s->old_width);
+    for (i64 i = 0; i < s->num_seqs; i++) {
+        i64 grown = (i64)s->lens[i] - s->planned_lens[i];
+        if (grown < 0 || grown > s->max_growth || s->lens[i] > s->width * s->block_size) return -1;
+    }
+    if (!s->tables) return 0;
+    for (i64 i = 0; i < s->num_seqs; i++) {
+        const i32 *old = s->old_tables + i * s->old_width, *table = s->tables + i * s->width;
+        i64 used = ceil_div(s->old_lens[i], s->block_size);
+        if (used > width || memcmp(old, table, (size_t)used * sizeof(i32))) return -1;
+        for (i64 at = used; at < s->width; at++) {
+            if (at < width && old[at] == table[at]) continue;
+            if (count == s->most) return -1;
+            index[count] = i * s->stride + at;
+            blocks[count++] = table[at];
+        }
+    }
+    return count;
+}

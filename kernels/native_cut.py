@@ -1,0 +1,190 @@
+"""Planning in C: `build_forest` gives the same cut, bit for bit; `changed_entries` compares two steps.
+
+See `forest_cut.c`. Both fall back to numpy where there is no C compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixpool.kernels import forest as numpy_cut
+from radixpool.kernels.forest import RECORD, ROW_RECORD, Array, Forest, Long
+from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, DeviceInfo, TileConfig
+from radixpool.kernels.native import load
+from radixpool.kernels.spec import AttentionSpec
+
+CONSTANTS = (
+    "RECORD", "ROW_RECORD", "ITEM_OVERHEAD_TOKENS", "MIN_PIECE_TOKENS", "CUT_TOKENS", "JOIN_SHARE", "TALL_COST",
+    "BESIDE_SHARE", "WHOLE_TILE_SLACK",
+)  # fmt: skip
+
+
+class Batch(ctypes.Structure):
+    """What the C function reads; mirrors `Batch` of forest_cut.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("tables", "lens", "query_lens", "query_starts")),
+        *((name, ctypes.c_int64) for name in ("num_seqs", "width", "block_size", "group_size", "kv_bytes_per_token",
+                                              "v_head_dim", "item_overhead_bytes")),
+        ("min_gain_bytes", ctypes.c_double),
+        ("programs", ctypes.c_int64 * 2 * 2 * len(TILE_ROWS)),
+    )  # fmt: skip
+
+
+class Sizes(ctypes.Structure):
+    """What the C function says of its result; mirrors `Sizes` of forest_cut.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_merge_rows", "num_merge_parts", "num_parts",
+                                              "unique_tokens", "growable", "tall")),
+        ("items", ctypes.c_int64 * len(TILE_ROWS)),
+        ("programs", ctypes.c_int64 * len(TILE_ROWS)),
+    )  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    """Two steps to compare; mirrors `Step` of forest_cut.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("old_tables", "tables", "old_lens", "lens", "planned_lens")),
+        *((name, ctypes.c_int64) for name in ("num_seqs", "old_width", "width", "block_size", "max_growth", "stride",
+                                              "most")),
+    )  # fmt: skip
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled code with its signatures, or None."""
+    constants = {name: getattr(numpy_cut, name) for name in CONSTANTS} | {"TALL_ROWS": TALL_ROWS}
+    found = load("forest_cut", tuple(constants.items()))
+    if found is not None:
+        found.radixpool_cut.restype = ctypes.c_void_p
+        found.radixpool_cut.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        found.radixpool_take.restype = None
+        found.radixpool_take.argtypes = (ctypes.c_void_p,) * 4
+        found.radixpool_compare.restype = ctypes.c_int64
+        found.radixpool_compare.argtypes = (ctypes.c_void_p,) * 3
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def fixed_fields(
+    spec: AttentionSpec, device: DeviceInfo, config_of: Callable[[int, bool], TileConfig], min_gain_bytes: float,
+    item_overhead_bytes: int,
+) -> bytes:  # fmt: skip
+    """Return a `Batch` without its arrays: what stays the same from step to step."""
+    batch = Batch(
+        block_size=spec.block_size, group_size=spec.group_size, kv_bytes_per_token=spec.kv_bytes_per_token,
+        v_head_dim=spec.v_head_dim, item_overhead_bytes=item_overhead_bytes, min_gain_bytes=min_gain_bytes,
+    )  # fmt: skip
+    for h, height in enumerate(TILE_ROWS):
+        for tall in (0, 1):
+            for beside in (0, 1):
+                batch.programs[h][tall][beside] = numpy_cut.programs_of(
+                    height, config_of, spec, device, tall=bool(tall), beside=bool(beside)
+                )
+    return bytes(batch)
+
+
+def build_forest(
+    tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
+    config_of: Callable[[int, bool], TileConfig], *, min_gain_bytes: float = 1.0,
+) -> Forest:  # fmt: skip
+    """Cut a batch as `forest.build_forest` does; in C where there is a compiler. Arrays must be C-contiguous int32."""
+    code = library()
+    if code is None:
+        return numpy_cut.build_forest(
+            tables, lens, query_lens, query_starts, spec, device, config_of, min_gain_bytes=min_gain_bytes
+        )
+    fixed = fixed_fields(spec, device, config_of, min_gain_bytes, numpy_cut.ITEM_OVERHEAD_BYTES)
+    batch, sizes = Batch.from_buffer_copy(fixed), Sizes()
+    batch.tables, batch.lens = tables.ctypes.data, lens.ctypes.data
+    batch.query_lens, batch.query_starts = query_lens.ctypes.data, query_starts.ctypes.data
+    batch.num_seqs, batch.width = tables.shape
+    handle = code.radixpool_cut(ctypes.addressof(batch), ctypes.addressof(sizes))
+    if not handle:
+        raise MemoryError("plan: no memory for the work items")
+    items, merged = list(sizes.items), sizes.num_merge_rows
+    widths = (sizes.num_rows * ROW_RECORD, merged, merged + 1, sizes.num_merge_parts, *(n * RECORD for n in items))
+    out = np.empty(sum(widths), np.int32)
+    code.radixpool_take(handle, ctypes.addressof(batch), ctypes.addressof(sizes), out.ctypes.data)
+    return forest_of(out, widths, sizes)
+
+
+def forest_of(out: Array, widths: tuple[int, ...], sizes: Sizes) -> Forest:
+    """Return the forest whose arrays lie in `out`, one after another."""
+    parts, done = [], 0
+    for width in widths:
+        parts.append(out[done : done + width])
+        done += width
+    rows, merge_rows, merge_starts, merge_parts, *items = parts
+    present = [(h, i) for i, h in enumerate(TILE_ROWS) if sizes.programs[i]]
+    return Forest(
+        items={h: items[i].reshape(-1, RECORD) for h, i in present}, programs={h: sizes.programs[i] for h, i in present},
+        rows=rows.reshape(-1, ROW_RECORD), merge_rows=merge_rows, merge_starts=merge_starts, merge_parts=merge_parts,
+        num_parts=sizes.num_parts, unique_tokens=sizes.unique_tokens, growable=bool(sizes.growable),
+        tall=bool(sizes.tall),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How a step may differ from the one before so that its cut still fits.
+
+    A sequence is at most `max_growth` tokens longer than planned, and at most `most` table entries change. `stride` is
+    the width of the table on the device.
+    """
+
+    block_size: int
+    stride: int
+    max_growth: int
+    most: int
+
+
+def changed_entries(
+    old_tables: Array, old_lens: Array, planned_lens: Array, tables: Array | None, lens: Array, growth: Growth
+) -> tuple[Long, Array] | None:  # fmt: skip
+    """Return places (row * stride + column) and blocks of the table entries that a step adds; None: cut it anew.
+
+    `tables=None`: none changed. Entries below the old lengths must be the same, lengths at least the planned ones.
+    O(table entries), nothing but the lengths without tables.
+    """
+    code = library()
+    if code is None:
+        return changed_entries_numpy(old_tables, old_lens, planned_lens, tables, lens, growth)
+    places, blocks = np.empty(growth.most, np.int64), np.empty(growth.most, np.int32)
+    step = Step(
+        old_tables.ctypes.data, None if tables is None else tables.ctypes.data, old_lens.ctypes.data, lens.ctypes.data,
+        planned_lens.ctypes.data, len(lens), old_tables.shape[1],
+        old_tables.shape[1] if tables is None else tables.shape[1], growth.block_size, growth.max_growth,
+        growth.stride, growth.most,
+    )  # fmt: skip
+    count = code.radixpool_compare(ctypes.addressof(step), places.ctypes.data, blocks.ctypes.data)
+    return None if count < 0 else (places[:count], blocks[:count])
+
+
+def changed_entries_numpy(
+    old_tables: Array, old_lens: Array, planned_lens: Array, tables: Array | None, lens: Array, growth: Growth
+) -> tuple[Long, Array] | None:  # fmt: skip
+    """Do the work of `changed_entries` without a compiler."""
+    grown = lens.astype(np.int64) - planned_lens
+    width = (old_tables if tables is None else tables).shape[1]
+    if len(grown) and (grown.min() < 0 or grown.max() > growth.max_growth or lens.max() > width * growth.block_size):
+        return None
+    if tables is None:
+        return np.zeros(0, np.int64), np.zeros(0, np.int32)
+    old_width = old_tables.shape[1]
+    used = -(-old_lens // growth.block_size)
+    if len(used) and used.max() > min(width, old_width):
+        return None
+    differs = np.ones(tables.shape, bool)
+    differs[:, :old_width] = tables[:, :old_width] != old_tables[:, :width]
+    if (differs & (np.arange(width) < used[:, None])).any():
+        return None
+    row, column = np.nonzero(differs)
+    return None if len(row) > growth.most else (row * growth.stride + column, tables[row, column])

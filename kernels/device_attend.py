@@ -115,6 +115,7 @@ def walk_tiles(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr, SAME_STRIDES: tl.constexpr, LATE_SUM: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens [begin, stop) of one table into the running state; with MASKED they end at `end` <= `stop`."""
     n = tl.arange(0, BN)
@@ -136,14 +137,14 @@ def walk_tiles(
         v_ptr = V + v_offset[:, None] + dv[None, :]
         if MASKED:
             live = cols < end
-            k = tl.load(k_ptr, mask=live[:, None] & (d < D)[None, :], other=0.0)
-            v = tl.load(v_ptr, mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+            k = tl.load(k_ptr, mask=live[:, None] & (d < D)[None, :], other=0.0, eviction_policy=EVICT)
+            v = tl.load(v_ptr, mask=live[:, None] & (dv < DV)[None, :], other=0.0, eviction_policy=EVICT)
         elif D == BLOCK_D and DV == BLOCK_DV:
-            k = tl.load(k_ptr)
-            v = tl.load(v_ptr)
+            k = tl.load(k_ptr, eviction_policy=EVICT)
+            v = tl.load(v_ptr, eviction_policy=EVICT)
         else:
-            k = tl.load(k_ptr, mask=(d < D)[None, :], other=0.0)
-            v = tl.load(v_ptr, mask=(dv < DV)[None, :], other=0.0)
+            k = tl.load(k_ptr, mask=(d < D)[None, :], other=0.0, eviction_policy=EVICT)
+            v = tl.load(v_ptr, mask=(dv < DV)[None, :], other=0.0, eviction_policy=EVICT)
         k_scales = 1.0
         v_scales = 1.0
         if TOKEN_SCALES:
@@ -174,8 +175,8 @@ def load_record(record, exists):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def attend_items(
-    Q, K, V, OUT, LSE, PART, PART_LSE, TABLES, SEQ_LENS, ITEMS, ROWS,
-    K_SCALE, V_SCALE, SINKS, NODES, DEPTHS, scale, v_factor, soft_cap, window,
+    Q, K, V, K_SCALE, V_SCALE, NODES, DEPTHS, OUT, LSE, SINKS, scale, v_factor, soft_cap, window,
+    PART, PART_LSE, TABLES, SEQ_LENS, ITEMS, ROWS,
     stride_q_row, stride_q_head, stride_table,
     stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
     stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
@@ -183,7 +184,7 @@ def attend_items(
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TILE_DTYPE: tl.constexpr, PAIRS: tl.constexpr, HEAD_SCALES: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     CAP: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Run the items of one program for one KV head; grid (kv_heads, programs).
 
@@ -262,7 +263,7 @@ def attend_items(
                 stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
                 stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
                 KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, False, False,
-                SAME_STRIDES, LATE_SUM,
+                SAME_STRIDES, LATE_SUM, EVICT,
             )  # fmt: skip
         top, total, acc, acc_odd = walk_tiles(
             q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, mid, end, end, limit, row_begin,
@@ -270,7 +271,7 @@ def attend_items(
             stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
             stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
             KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, True, TREE,
-            SAME_STRIDES, LATE_SUM,
+            SAME_STRIDES, LATE_SUM, EVICT,
         )  # fmt: skip
         if LATE_SUM:
             total = tl.sum(total, 1)
@@ -306,7 +307,7 @@ def attend_items(
 
 @triton.jit
 def merge_partials(
-    PART, PART_LSE, OUT, LSE, ROWS, STARTS, PARTS, COUNTS, SINKS,
+    OUT, LSE, SINKS, PART, PART_LSE, ROWS, STARTS, PARTS, COUNTS,
     HQ: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

@@ -8,23 +8,25 @@ its end.
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from radixpool.kernels.device_attend import attend_items, merge_partials
 from radixpool.kernels.device_copy import merge_finished, move_blocks, rotate_rows, write_slots
 from radixpool.kernels.extend_path import fast_extend
 from radixpool.kernels.extend_plan import FAST_ROWS
-from radixpool.kernels.launch import TileConfig, next_power_of_two, uses_pairs
+from radixpool.kernels.launch import TALL_ROWS, TileConfig, next_power_of_two, uses_pairs
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
 from radixpool.kernels.spec import AttentionSpec
 from radixpool.kernels.tree_mask import TreeMask
-from radixpool.kernels.variant import INTERPRETED, KernelVariant
+from radixpool.kernels.variant import INTERPRETED, KernelVariant, Launch
 
 Scale = float | Tensor | None
 
@@ -79,6 +81,8 @@ def attend_variant(
     fp8 = spec.kv_dtype == torch.float8_e4m3fn
     tile_dtype = torch.float32 if INTERPRETED else torch.float16 if fp8 else spec.q_dtype
     per = 2 if pairs else 1
+    # The KV of narrow tiles is read once; tall ones share theirs with other tiles of the same prefix.
+    evict = "evict_first" if tile_rows < TALL_ROWS else ""
     constants = {
         "HQ": spec.num_q_heads, "G": spec.group_size, "D": spec.head_dim, "DV": spec.v_head_dim,
         "BLOCK_D": max(16, next_power_of_two(spec.head_dim) // per),
@@ -88,7 +92,7 @@ def attend_variant(
         "CAP": features.cap, "WINDOW": features.window, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse,
         "TREE": features.tree,
         "SPLIT": config.split and not (features.window or features.token_scales or features.tree),
-        "SAME_STRIDES": features.same_strides, "PDL": features.pdl,
+        "SAME_STRIDES": features.same_strides, "EVICT": evict, "PDL": features.pdl,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers:
@@ -119,15 +123,20 @@ def as_pairs(pool: Tensor) -> Tensor:
 class BoundCall:
     """The launches of one plan for one kind of call: everything but the tensors, found once and kept with the plan."""
 
-    __slots__ = ("items", "merge", "merge_grid")
+    __slots__ = ("items", "merge")
 
     def __init__(
-        self, plan: ForestPlan, features: Features, q: Tensor, k_pool: Tensor, v_pool: Tensor, *, fast_rows: int = 0
+        self, plan: ForestPlan, features: Features, tensors: tuple[Tensor, ...], *, fast_rows: int = 0
     ) -> None:  # fmt: skip
         spec, on_device = plan.spec, plan.device_plan
-        assert on_device is not None
+        assert on_device is not None and on_device.part is not None and on_device.part_lse is not None
+        q, k_pool, v_pool, k_scale, v_scale = tensors[:5]
+        sections, part, part_lse, tables = on_device.sections, on_device.part, on_device.part_lse, on_device.tables
+        assert tables is not None
+        scaled = features.head_scales or features.token_scales
+        scales = (*scale_strides(k_scale), *scale_strides(v_scale)) if scaled else (0,) * 6
         chained = False
-        self.items: list[tuple[KernelVariant, tuple[int, int, int], Tensor, bool, tuple[int, ...]]] = []
+        self.items: list[tuple[Launch, bool]] = []
         for height in reversed(on_device.heights):
             if height == fast_rows:  # the fast extend kernel runs these; the next one may start in its tail
                 chained = features.pdl
@@ -137,12 +146,33 @@ class BoundCall:
                 spec, plan.config_of(height, on_device.tall), height, features, pairs=pairs, chained=chained
             )
             grid = (spec.num_kv_heads, on_device.heights[height], 1)
+            fixed = (part, part_lse, tables, sections["lens"], sections[f"items{height}"], sections["rows"])
             k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
             strides = (q.stride(0), q.stride(1), on_device.table_stride, *k.stride()[:3], *v.stride()[:3])
-            self.items.append((variant, grid, on_device.sections[f"items{height}"], pairs, strides))
+            self.items.append((Launch(variant, grid, fixed, (*strides, *scales)), pairs))
             chained = features.pdl
-        self.merge_grid = (on_device.merge_grid, spec.num_q_heads, 1)
-        self.merge = merge_variant(spec, features, many=on_device.many_parts, chained=chained and features.pdl)
+        self.merge: Launch | None = None
+        if on_device.merge_grid:
+            variant = merge_variant(spec, features, many=on_device.many_parts, chained=chained and features.pdl)
+            lists = (sections[name] for name in ("merge_rows", "merge_starts", "merge_parts", "counts"))
+            grid = (on_device.merge_grid, spec.num_q_heads, 1)
+            self.merge = Launch(variant, grid, (part, part_lse, *lists), ())
+
+    def first(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], kind: Any) -> None:
+        """Launch, compiling what is not compiled yet."""
+        q, k_pool, v_pool, *others = tensors
+        for launch, pairs in self.items:
+            k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
+            launch.first((q, k, v, *others), numbers, kind)
+        if self.merge is not None:
+            self.merge.first(tensors[-3:], (), kind)
+
+    def again(self, addresses: list[int], numbers: tuple[float, ...], stream: int) -> None:
+        """Launch what `first` compiled."""
+        for launch, _ in self.items:
+            launch.again(addresses, numbers, stream)
+        if self.merge is not None:
+            self.merge.again(addresses[-3:], (), stream)
 
 
 def attention(
@@ -153,44 +183,43 @@ def attention(
     """Launch attention for a planned batch; writes all of `out` and `lse`. Calls of one `kind` share their binding."""
     on_device = plan.device_plan
     assert on_device is not None
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            attention(
+                q, k_pool, v_pool, plan, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, k_scale=k_scale,
+                v_scale=v_scale, out=out, lse=lse, kind=kind, tree=tree,
+            )  # fmt: skip
+        return
     k_number, v_number, k_tensor, v_tensor = split_scales(k_scale, v_scale)
-    aligned = (q.data_ptr() | k_pool.data_ptr() | v_pool.data_ptr() | out.data_ptr()) % 16 == 0
     token_scales = k_tensor is not None and k_tensor.ndim == 3
     fast = None if token_scales or tree is not None else fast_extend(plan, k_pool, v_pool)
-    key = (kind, window > 0, soft_cap > 0, aligned, fast is not None)
-    bound = on_device.bound.get(key)
-    if bound is None:
-        features = Features(
-            head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
-            window=window > 0, sinks=sinks is not None, lse=lse is not None, tree=tree is not None,
-            same_strides=k_pool.stride() == v_pool.stride(), pdl=on_device.device.pdl,
-        )  # fmt: skip
-        bound = on_device.bound[key] = BoundCall(
-            plan, features, q, k_pool, v_pool, fast_rows=FAST_ROWS if fast else 0
-        )  # fmt: skip
     if fast is not None:
         fast.launch(
             q, k_pool, v_pool, out=out, lse=lse, scale=scale * k_number, v_factor=v_number, soft_cap=soft_cap,
             window=window, sinks=sinks, k_scale=k_tensor, v_scale=v_tensor,
         )  # fmt: skip
-    sections, part, dummy = on_device.sections, on_device.part, on_device.part_lse
-    lse_out, sinks_in = (dummy if lse is None else lse), (dummy if sinks is None else sinks)
+    dummy = on_device.part_lse
+    assert dummy is not None
     nodes, depths = (dummy, dummy) if tree is None else tree.within(window)
+    tensors = (
+        q, k_pool, v_pool, dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor, nodes,
+        depths, out, dummy if lse is None else lse, dummy if sinks is None else sinks,
+    )  # fmt: skip
     numbers = (scale * k_number, v_number, float(soft_cap), window)
-    scales = (*scale_strides(k_tensor), *scale_strides(v_tensor))
-    for variant, grid, items, pairs, strides in bound.items:
-        k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
-        variant.launch(grid, (
-            q, k, v, out, lse_out, part, dummy, on_device.tables, sections["lens"], items, sections["rows"],
-            dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor, sinks_in, nodes,
-            depths, *numbers,
-            *strides, *scales,
-        ), key)  # fmt: skip
-    if on_device.merge_grid:
-        bound.merge.launch(bound.merge_grid, (
-            part, dummy, out, lse_out, sections["merge_rows"], sections["merge_starts"], sections["merge_parts"],
-            sections["counts"], sinks_in,
-        ), key)  # fmt: skip
+    addresses = [t.data_ptr() for t in tensors]
+    key = (kind, window > 0, soft_cap > 0, functools.reduce(operator.or_, addresses) % 16, fast is not None)
+    bound = on_device.bound.get(key)
+    if bound is not None and not INTERPRETED:
+        bound.again(addresses, numbers, driver.active.get_current_stream(q.device.index))
+        return
+    features = Features(
+        head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
+        window=window > 0, sinks=sinks is not None, lse=lse is not None, tree=tree is not None,
+        same_strides=k_pool.stride() == v_pool.stride(), pdl=on_device.device.pdl,
+    )  # fmt: skip
+    bound = BoundCall(plan, features, tensors, fast_rows=FAST_ROWS if fast else 0)
+    bound.first(tensors, numbers, key)
+    on_device.bound[key] = bound
 
 
 def rope_arguments(x: Tensor, rope: RoPE | None) -> tuple[Tensor, Tensor, int, bool]:

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+
+from radixpool.kernels.cache_hints import options_with_hint
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -28,7 +31,7 @@ def specialisation(value: Any) -> Any:
 class KernelVariant:
     """A `@triton.jit` function with its compile-time arguments and options fixed. Run-time arguments come first."""
 
-    __slots__ = ("compiled", "constants", "function", "options", "values")
+    __slots__ = ("compiled", "constants", "function", "hinted", "options", "values")
 
     def __init__(self, function: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
         self.function, self.constants = function, constants
@@ -36,23 +39,66 @@ class KernelVariant:
         names = function.arg_names
         self.values = tuple(constants[name] for name in names[len(names) - len(constants) :])
         self.compiled: dict[Any, Any] = {}
+        self.hinted: dict[str, dict[str, Any]] = {}  # compiler options with cache hints, by the kernel without them
 
-    def launch(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], kind: Any = None) -> None:
-        """Launch on the current stream of the first argument's device; compiles at the first call of its kind.
+    def kernel_for(self, arguments: tuple[Any, ...], kind: Any) -> Any:
+        """Return the kernel compiled for these arguments; `kind` tells apart what `specialisation` of them would."""
+        kernel = self.compiled.get(kind)
+        if kernel is None:
+            kernel = self.function.warmup(*arguments, grid=(1,), **self.constants, **self.options)
+            if kernel.hash not in self.hinted:
+                self.hinted[kernel.hash] = options_with_hint(kernel, self.options)
+            if self.hinted[kernel.hash] is not self.options:
+                kernel = self.function.warmup(*arguments, grid=(1,), **self.constants, **self.hinted[kernel.hash])
+            self.compiled[kind] = kernel
+        return kernel
 
-        `kind` must tell apart whatever `specialisation` of the arguments would; by default it is that.
-        """
+    def launch(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+        """Launch on the current stream of the first argument's device; compiles at the first call of its kind."""
         if INTERPRETED:
             self.function[grid](*arguments, **self.constants)
             return
         device = arguments[0].device.index
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self.launch(grid, arguments, kind)
+                self.launch(grid, arguments)
             return
-        key = (device, tuple(map(specialisation, arguments)) if kind is None else kind)
-        kernel = self.compiled.get(key)
-        if kernel is None:
-            self.compiled[key] = self.function[grid](*arguments, **self.constants, **self.options)
-        else:
-            kernel[grid](*arguments, *self.values)
+        kernel = self.kernel_for(arguments, (device, tuple(map(specialisation, arguments))))
+        kernel[grid](*arguments, *self.values)
+
+
+class Launch:
+    """A variant with its grid and the arguments that stay from call to call; used on one device.
+
+    After the first time it hands addresses to Triton's launcher in place of tensors, which would ask each tensor for
+    its address and the driver for each address: more work than the launch itself.
+    """
+
+    __slots__ = ("fixed", "grid", "kernel", "numbers", "variant")
+
+    def __init__(
+        self, variant: KernelVariant, grid: tuple[int, int, int], fixed: tuple[Tensor, ...], numbers: tuple[int, ...]
+    ) -> None:  # fmt: skip
+        self.variant, self.grid, self.fixed, self.numbers = variant, grid, fixed, numbers
+        self.kernel: Any = None
+
+    def first(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], kind: Any) -> None:
+        """Launch with tensors; from now on `again` serves all calls of this kind. Arguments: tensors, then numbers."""
+        arguments = (*tensors, *numbers, *self.fixed, *self.numbers)
+        if INTERPRETED:
+            self.variant.function[self.grid](*arguments, **self.variant.constants)
+            return
+        self.kernel = self.variant.kernel_for(arguments, kind)
+        self.kernel[self.grid](*arguments, *self.variant.values)
+        self.numbers = (*(t.data_ptr() for t in self.fixed), *self.numbers, *self.variant.values)
+
+    def again(self, addresses: list[int], numbers: tuple[float, ...], stream: int) -> None:
+        """Launch with the addresses of the tensors."""
+        kernel, hook = self.kernel, knobs.runtime.launch_enter_hook
+        if getattr(hook, "calls", hook):  # a profiler listens
+            kernel[self.grid](*addresses, *numbers, *self.numbers)
+            return
+        kernel.run(
+            *self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *addresses, *numbers,
+            *self.numbers,
+        )  # fmt: skip

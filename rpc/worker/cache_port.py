@@ -1,17 +1,21 @@
 """What the engine needs from a cache: operations in, one result or error each, in order.
 
-A manager's session (`radixpool.rpc.client.Session.batch`) is one; `LocalPort` drives a `RadixCache` of this process,
+A manager's session (`radixpool.rpc.client.Session`) is one; `LocalPort` drives a `RadixCache` of this process,
 for tests and for embedding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from radixpool.radix import RadixCache
 from radixpool.radix import Sequence as CacheSequence
 from radixpool.radix.errors import RadixPoolError, UnknownSequence
+from radixpool.rpc.client.stepping import step_update
 from radixpool.rpc.operations import (
     Acquire,
     Acquired,
@@ -33,6 +37,7 @@ from radixpool.rpc.operations import (
     SequenceView,
     StepReport,
 )
+from radixpool.rpc.step_columns import Step, Stepped, read_rows
 
 
 class CachePort(Protocol):
@@ -45,6 +50,10 @@ class CachePort(Protocol):
         the cache hands out no block that it may touch.
         Raises `CacheLost`, and nothing else, when the cache as a whole is out of reach: every handle is void then.
         """
+        ...
+
+    def step(self, step: Step, operations: Sequence[Operation] = (), /, *, steps: StepReport) -> Stepped:
+        """Run an Extend and a Commit for each row of `step`, then `operations`; else like `batch`."""
         ...
 
 
@@ -62,6 +71,39 @@ class LocalPort:
     def batch(self, operations: Sequence[Operation], /, *, steps: StepReport | None = None) -> list[Result | Exception]:
         """Run `operations` in order; see `CachePort`. No step runs meanwhile in this process, so none is waited for."""
         return [self._run_one(operation) for operation in operations]
+
+    def step(self, step: Step, operations: Sequence[Operation] = (), /, *, steps: StepReport | None = None) -> Stepped:
+        """Run the rows of `step` as single operations, then `operations`; see `CachePort`."""
+        rows = read_rows(step_update(step))
+        errors: dict[int, Exception] = {}
+        appended: list[tuple[int, int]] = []
+        remaps: list[tuple[int, int, int, int]] = []
+        for row, (handle, tokens, upto) in enumerate(zip(rows.handles, rows.tokens, rows.commit_upto, strict=True)):
+            row_operations: list[Operation] = [Extend(handle, tokens)] if tokens else []
+            for operation in (*row_operations, Commit(handle, upto)):
+                match self._run_one(operation):
+                    case Extended(_, blocks):
+                        appended += [(row, block) for block in blocks.tolist()]
+                    case Committed(_, moved):
+                        remaps += [(row, one.block_index, one.from_block, one.to_block) for one in moved]
+                    case Exception() as error:
+                        errors.setdefault(row, error)
+        sequences = [self._sequences.get(handle) for handle in rows.handles]
+        invalid = [(row, seq.invalid_from) for row, seq in enumerate(sequences) if seq and seq.invalid_from is not None]
+        return Stepped(
+            num_tokens=np.array([seq.num_tokens if seq else 0 for seq in sequences], np.uint32),
+            committed_tokens=np.array([seq.committed_tokens if seq else 0 for seq in sequences], np.uint32),
+            appended_rows=_column(appended, 0, np.uint32),
+            appended_blocks=_column(appended, 1, np.int32),
+            remap_rows=_column(remaps, 0, np.uint32),
+            remap_block_indices=_column(remaps, 1, np.uint32),
+            remap_from_blocks=_column(remaps, 2, np.int32),
+            remap_to_blocks=_column(remaps, 3, np.int32),
+            invalid_rows=_column(invalid, 0, np.uint32),
+            invalid_from_blocks=_column(invalid, 1, np.uint32),
+            errors=errors,
+            results=tuple(self._run_one(operation) for operation in operations),
+        )
 
     def _run_one(self, operation: Operation) -> Result | Exception:
         try:
@@ -114,3 +156,7 @@ class LocalPort:
         return SequenceView(
             handle, sequence.tokens, sequence.block_table, sequence.cached_tokens, sequence.committed_tokens
         )
+
+
+def _column(entries: Sequence[tuple[int, ...]], place: int, dtype: type[Any]) -> npt.NDArray[Any]:
+    return np.array([entry[place] for entry in entries], dtype)

@@ -23,6 +23,7 @@ from radixpool.rpc.pool.geometry import require_complete
 from radixpool.rpc.pool.sockets import DescriptorRefused
 from radixpool.rpc.pool.tensors import KvPool
 from radixpool.rpc.pool_types import PoolSpec
+from radixpool.rpc.step_columns import Step, Stepped
 from radixpool.rpc.worker.cache_port import CacheLost
 from radixpool.rpc.worker.model_source import ModelSource, pool_spec_for
 
@@ -82,6 +83,15 @@ class ManagerLink:
         try:
             return self._session.batch(operations, steps=steps)
         except (RadixPoolError, ValueError, TypeError) as error:  # also a batch that the manager does not understand
+            raise CacheLost(str(error)) from error
+
+    def step(self, step: Step, operations: Sequence[ops.Operation] = (), /, *, steps: ops.StepReport) -> Stepped:
+        """Run the rows of `step`, then `operations`, over the session; see `CachePort.step`."""
+        if self._session is None:
+            raise CacheLost("not connected to the manager")
+        try:
+            return self._session.step(step, operations, steps=steps)
+        except (RadixPoolError, ValueError, TypeError) as error:
             raise CacheLost(str(error)) from error
 
     def close(self) -> None:

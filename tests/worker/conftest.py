@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +12,14 @@ import numpy as np
 import pytest
 
 from radixpool.radix import Namespace, RadixCache
+from radixpool.rpc.client import Client, WorkerClient
+from radixpool.rpc.errors import ManagerUnavailable
 from radixpool.rpc.generation import GenerateFinished, GenerateStarted, GenerateTokens, SamplingParams
 from radixpool.rpc.operations import StepReport
 from radixpool.rpc.worker.cache_port import CacheLost, LocalPort
 from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.limits import EngineLimits
+from radixpool.rpc.worker.model_source import find_model
 from radixpool.rpc.worker.requests import GenerateCall, HandleSource, PromptSource
 from radixpool.rpc.worker.step import NO_SLOT, StepBatch
 
@@ -98,6 +103,18 @@ class CheckedPort(LocalPort):
             self.named.update(getattr(operation, "handles", ()) or {getattr(operation, "handle", None)})
             self.named.add(getattr(result, "handle", None))
         return results
+
+    def step(self, step, operations=(), /, *, steps):
+        """Like `batch`, for the columns of a step."""
+        self.lost_in -= 1
+        if self.lost_in == 0 and not self.reply_lost:
+            raise CacheLost("injected, before the step ran")
+        stepped = super().step(step, operations)
+        if self.lost_in == 0:
+            raise CacheLost("injected, after the step ran")
+        self._check(steps)
+        self.named.update(step.handles)
+        return stepped
 
     def _check(self, steps: StepReport) -> None:
         last = self.reports[-1] if self.reports else StepReport(0, 0)
@@ -195,6 +212,80 @@ class Answer:
                 self.error = event
 
 
+class ProcessSystem:
+    """One manager, one pool, some workers, each a process of its own. `options` go to pool and workers."""
+
+    BLOCK = 16
+    NUM_BLOCKS = 256
+    LEASE_MS = 1500
+
+    def __init__(self, supervisor, model, workers=2, *, pool_options=(), worker_options=()):
+        self.supervisor = supervisor
+        self.model = str(model)
+        self.pool_options = pool_options
+        self.worker_options = worker_options
+        source = find_model(self.model)
+        self.namespace = Namespace(model=source.name, revision=source.revision)
+        self.names = (f"process-{number}" for number in itertools.count())
+        self.address = supervisor.socket_address("manager")
+        self.directory = self.address.removeprefix("unix:").removesuffix(".sock") + ".directory"
+        self.manager = self.start_manager()
+        self.pool = self.start_pool()
+        self.workers = self.start_workers(workers)
+        self.client = Client(self.manager.address)
+
+    def start_manager(self):
+        sizes = ["--num-blocks", str(self.NUM_BLOCKS), "--block-size", str(self.BLOCK)]
+        where = ["--listen", self.address, "--directory", self.directory, "--lease-ttl-ms", str(self.LEASE_MS)]
+        return self.supervisor.start(next(self.names), ["serve", *where, *sizes])
+
+    def start_pool(self):
+        common = ["--address", self.address, "--model", self.model]
+        return self.supervisor.start(next(self.names), ["pool", *common, *self.pool_options])
+
+    def start_workers(self, count):
+        commands = {}
+        for _ in range(count):
+            name = next(self.names)
+            listen = self.supervisor.socket_address(name)
+            common = ["--address", self.address, "--model", self.model, "--listen", listen]
+            commands[name] = ["worker", *common, *self.worker_options]
+        return self.supervisor.start_all(commands)
+
+    def generate(self, worker, tokens, n=4, **rest):
+        with WorkerClient(worker.address) as client:
+            return Generated(client.generate(tokens, SamplingParams(max_new_tokens=n), **rest))
+
+    def matched(self, tokens):
+        return self.client.match(tokens, namespace=self.namespace).cached_tokens
+
+    def wait(self, condition, timeout_s=20.0):
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if condition():
+                    return
+            except ManagerUnavailable:
+                pass
+            assert time.monotonic() < deadline, "it does not happen"
+            time.sleep(0.05)
+
+
+class Generated:
+    """What a stream of a worker brought."""
+
+    def __init__(self, events):
+        self.tokens = []
+        for event in events:
+            match event:
+                case GenerateStarted(_, cached):
+                    self.cached = cached
+                case GenerateTokens(tokens):
+                    self.tokens += tokens
+                case GenerateFinished():
+                    self.finished = True
+
+
 def named_memory(pid: int) -> list[str]:
     """Shared memory with a name that process `pid` maps or has open: what could stay in /dev/shm once it is killed."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -205,6 +296,16 @@ def named_memory(pid: int) -> list[str]:
 @pytest.fixture
 def named_memory_of():
     return named_memory
+
+
+@pytest.fixture(scope="session")
+def process_system() -> type[ProcessSystem]:
+    return ProcessSystem
+
+
+@pytest.fixture(scope="session")
+def generated() -> type[Generated]:
+    return Generated
 
 
 @pytest.fixture

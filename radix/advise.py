@@ -7,8 +7,8 @@ SHARDS", FAST 2015, and the miniature simulations of Waldspurger, Saemundsson, A
 that everyone shares are sampled or not as a whole, so misses are counted and set against the references expected
 (their SHARDS-adj). Owns the miniatures; never touches the real cache.
 
-What it costs is bounded: while it takes more than its share of the time, it halves the share of groups of requests
-that it looks at, and in the end skips requests.
+What it costs is bounded: when it takes more than its share of the time, it looks at fewer groups of requests, as many
+as it has time for, and in the end skips requests.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ class Advisor:
     def _start_miniatures(self, group_rate: float) -> None:
         """Start empty miniatures for a share of the groups, sampling more blocks of each to keep their size."""
         self._groups.rate = group_rate
+        self._started_at = self._clock()
         self._block_rate = min(1.0, self._sample_blocks / (self._num_blocks * group_rate))
         self._threshold = np.uint64(min(int(self._block_rate * 2.0**64), 2**64 - 1))
         rate = self._block_rate * group_rate
@@ -168,14 +169,16 @@ class Advisor:
         self._budget_s -= spent
 
     def _within_budget(self) -> bool:
-        """Tell whether the request may be looked at, and look at fewer groups if too much time went."""
+        """Tell whether the request may be looked at, and look at as few groups as there was time for if it went."""
         now = self._clock()
         self._budget_s = min(_BURST_S, self._budget_s + self._cpu_share * (now - self._refilled_at))
         self._refilled_at = now
         if self._budget_s > 0.0:
             return True
         if self._groups.rate > self._smallest_group_rate:
-            self._start_miniatures(max(self._groups.rate / 2.0, self._smallest_group_rate))
+            earned = self._cpu_share * (now - self._started_at)
+            kept = min(0.5, earned / (earned + _BURST_S))  # of all that was looked at, what could be paid for
+            self._start_miniatures(max(self._groups.rate * kept, self._smallest_group_rate))
             self._budget_s = _BURST_S
             return True
         self._skipped += 1

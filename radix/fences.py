@@ -5,6 +5,8 @@ Private blocks wait in the quarantine; committed ones stay in the tree, findable
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from radixpool.radix.node import Node
 from radixpool.radix.room import Room
 
@@ -50,6 +52,10 @@ class FencedCore(Room):
     def next_step_fence(self) -> dict[str, int]:
         """Return a fence for `after_step` that every worker passes with the next step it completes. O(workers)."""
         return self._quarantine.next_step()
+
+    def completed_step(self, worker: str) -> int | None:
+        """Return the last step that `worker` has completed, None when it is not registered. O(1)."""
+        return self._quarantine.completed.get(worker)
 
     def workers(self) -> dict[str, int]:
         """Return the registered workers with the last step each has completed. O(workers)."""
@@ -107,3 +113,23 @@ class FencedCore(Room):
                 self._quarantine.node_blocks -= node.num_blocks
                 self._settle(node)
             node = parent
+
+    def _unfence_leaves(self, leaves: Iterable[Node]) -> None:
+        """Undo one `_fence` of each of many: in short where a run has no other fence, no holder and no child."""
+        cached = 0
+        for node in leaves:
+            if node.fence > 1 or node.ref or node.children or node.policy is None or node.account is not None:
+                self._unfence(node)
+                continue
+            node.fence = 0
+            self._odd -= 1
+            cached += len(node.blocks) >> 2
+            node.policy.add(node)
+            parent = node.parent
+            if parent.fence > 1:
+                parent.fence -= 1
+            elif parent.parent is not parent:
+                self._odd += 1  # `_unfence` counts the fence once more
+                self._unfence(parent)
+        self._quarantine.node_blocks -= cached
+        self._cached += cached

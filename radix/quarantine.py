@@ -42,6 +42,7 @@ class Quarantine:
         self.node_blocks = 0  # blocks of fenced nodes without a holder
         self.completed: dict[str, int] = {}
         self._waiting: dict[str, list[tuple[int, int, _Entry]]] = {}
+        self._retired: list[tuple[int, int, _Entry]] = []  # a heap like those of `_waiting`
         self._entries = 0
 
     @property
@@ -51,7 +52,7 @@ class Quarantine:
 
     def resolve(self, fence: Fence) -> dict[str, int]:
         """Return the workers the fence still waits for, each with its step. Changes nothing."""
-        if fence is None:
+        if fence is None or fence == {}:
             return {}
         if isinstance(fence, Mapping):
             for worker, step in fence.items():
@@ -98,6 +99,20 @@ class Quarantine:
         self._pass(worker, None)
         del self.completed[worker], self._waiting[worker]
 
+    def retire_worker(self, worker: str) -> None:
+        """Forget a dead worker, but leave what waits for it to `pass_retired`."""
+        if worker not in self.completed:
+            raise UnknownWorker(worker)
+        del self.completed[worker]
+        for item in self._waiting.pop(worker):
+            heappush(self._retired, item)
+
+    def pass_retired(self, limit: int) -> bool:
+        """Let up to `limit` fences pass that wait for retired workers. Return whether more do."""
+        for _ in range(min(limit, len(self._retired))):
+            self._pass_first(self._retired)
+        return bool(self._retired)
+
     def retry_after(self, num_blocks: int) -> int | None:
         """Return the smallest step whose completion frees `num_blocks`, None when none does. For refusals only."""
         for entry in sorted(self._all(), key=lambda entry: entry.last_step):
@@ -113,15 +128,19 @@ class Quarantine:
         return (node for entry in self._all() for node in entry.nodes)
 
     def _all(self) -> list[_Entry]:
-        return list({id(entry): entry for heap in self._waiting.values() for _, _, entry in heap}.values())
+        heaps = (*self._waiting.values(), self._retired)
+        return list({id(entry): entry for heap in heaps for _, _, entry in heap}.values())
 
     def _pass(self, worker: str, step: int | None) -> None:
         heap = self._waiting[worker]
         while heap and (step is None or heap[0][0] <= step):
-            entry = heappop(heap)[2]
-            entry.waiting -= 1
-            if entry.waiting == 0:
-                entry.free()
+            self._pass_first(heap)
+
+    def _pass_first(self, heap: list[tuple[int, int, _Entry]]) -> None:
+        entry = heappop(heap)[2]
+        entry.waiting -= 1
+        if entry.waiting == 0:
+            entry.free()
 
 
 def _check_step(name: str, step: int) -> None:

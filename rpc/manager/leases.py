@@ -19,7 +19,7 @@ class Lease:
     """One epoch of one client, the handles it acquired and the requests whose replies are kept (dicts for their order).
 
     No reply to a request up to `reply_floor` is kept except those in `replied`. Of a worker, `process` is watched and
-    no step after `launched_step` has begun.
+    no step after `launched_step` has begun, and the cache knows its steps as those of `worker_key`.
     """
 
     __slots__ = (
@@ -35,6 +35,7 @@ class Lease:
         "reply_floor",
         "role",
         "tenant",
+        "worker_key",
     )
 
     def __init__(self, client_id: bytes, *, name: str, role: int, epoch: int, deadline: float) -> None:
@@ -51,6 +52,7 @@ class Lease:
         self.reply_floor = 0
         self.process = ProcessWatch()
         self.launched_step = 0
+        self.worker_key = f"epoch {epoch}"
 
 
 class LeaseTable:

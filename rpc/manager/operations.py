@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeAlias
+from functools import lru_cache
+from typing import Any, Final, Literal, TypeAlias
 
 from radixpool.radix import CopyOrder, Namespace, PendingPrefix, RadixCache
 from radixpool.radix.errors import RadixPoolError
@@ -37,6 +38,8 @@ _RELEASE_BEGUN = failpoint("release.begun")
 _GIVEN_BACK = failpoint("release.given_back")
 _STEPS_COMPLETED = failpoint("steps.completed")
 _HALF = failpoint("batch.half")
+_REMEMBERED_NAMESPACE_BYTES: Final = 512
+"""The longest namespace message that is remembered, so that what is kept is bounded."""
 
 
 class Operations:
@@ -90,8 +93,9 @@ class Operations:
             _STEPS_COMPLETED()
         if rows is not None:
             self._stepping.run(lease, rows, reply.step_update)
+        add_result = reply.results.add
         for operation in request.operations:
-            self._run_one(lease, operation, reply.results.add())
+            self._run_one(lease, operation, add_result())
             _HALF()
         if has_steps:
             self._steps.launched(lease, request.steps)
@@ -101,9 +105,7 @@ class Operations:
         try:
             if kind is None:
                 raise ValueError(f"operation must be one of {', '.join(self.handlers)}, got none of them")
-            reply = getattr(result, kind)
-            reply.SetInParent()
-            self.handlers[kind](lease, getattr(operation, kind), reply)
+            self.handlers[kind](lease, getattr(operation, kind), getattr(result, kind))
         except (RadixPoolError, ValueError, TypeError) as error:
             self._refuse(result, error)
 
@@ -118,6 +120,7 @@ class Operations:
         reply: cache_pb2.GetBlockTablesResponse,
     ) -> None:
         """Describe sequences, each by itself. O(tokens of the sequences)."""
+        reply.SetInParent()
         if len(request.handles) > limits.MAX_HANDLES_PER_QUERY:
             raise ValueError(f"handles: the limit is {limits.MAX_HANDLES_PER_QUERY}, got {len(request.handles)}")
         for handle in request.handles:
@@ -161,7 +164,7 @@ class Operations:
             max_hit=request.max_hit_tokens if request.HasField("max_hit_tokens") else None,
             media=[MediaSpan(span.start, span.length, span.digest) for span in media] if media else (),
             partial=request.partial,
-            in_flight=_in_flight_mode(request.in_flight),
+            in_flight=_in_flight_mode(request.in_flight) if request.in_flight else "ignore",
         )
         if isinstance(outcome, PendingPrefix):
             reply.pending.cached_tokens = outcome.cached_tokens
@@ -174,8 +177,9 @@ class Operations:
         reply.handle = held.handle
         reply.cached_tokens = outcome.cached_tokens
         reply.block_table = outcome.packed_block_table
-        _add_copies(reply.copies, outcome.copies)
-        self._shadow.admitted(outcome, request.media)
+        if outcome.copies:
+            _add_copies(reply.copies, outcome.copies)
+        self._shadow.admitted(outcome, media)
 
     def _extend(self, lease: Lease, request: cache_pb2.ExtendRequest, reply: cache_pb2.ExtendResponse) -> None:
         sequence = self._find(lease, request.handle).sequence
@@ -236,7 +240,8 @@ class Operations:
         reply.freed_blocks = removed.freed_blocks
         reply.num_holders = len(removed.holders)
 
-    def _release(self, lease: Lease, request: cache_pb2.ReleaseRequest, _reply: cache_pb2.ReleaseResponse) -> None:
+    def _release(self, lease: Lease, request: cache_pb2.ReleaseRequest, reply: cache_pb2.ReleaseResponse) -> None:
+        reply.SetInParent()
         held = self._handles.get(request.handle)
         fence = self._steps.fence(held, lease, _after_step(request))
         _RELEASE_BEGUN()
@@ -263,13 +268,21 @@ def _in_flight_mode(mode: int) -> Literal["ignore", "wait"]:
 
 
 def _namespace(request: cache_pb2.AcquireRequest | cache_pb2.MatchRequest) -> Namespace:
-    if not request.HasField("namespace"):
-        return DEFAULT_NAMESPACE
-    return checked_namespace(request.namespace)
+    return checked_namespace(request.namespace) if request.HasField("namespace") else DEFAULT_NAMESPACE
 
 
 def checked_namespace(message: common_pb2.Namespace) -> Namespace:
     """Return the namespace of a request. Raises ValueError naming a field that is too long."""
+    packed = message.SerializeToString()
+    return _known_namespace(packed) if len(packed) <= _REMEMBERED_NAMESPACE_BYTES else _read_namespace(message)
+
+
+@lru_cache(maxsize=1_024)
+def _known_namespace(packed: bytes) -> Namespace:
+    return _read_namespace(common_pb2.Namespace.FromString(packed))
+
+
+def _read_namespace(message: common_pb2.Namespace) -> Namespace:
     if message.ByteSize() > limits.MAX_NAMESPACE_FIELD_BYTES:
         for field in ("model", "revision", "adapter", "tenant", "cache_salt"):
             size = len(getattr(message, field).encode())

@@ -34,7 +34,7 @@ class WorkerSteps:
 
     def add(self, worker: Lease) -> None:
         """Count the steps of a new worker from 0."""
-        self._cache.add_worker(_key(worker), completed_step=0)
+        self._cache.add_worker(worker.worker_key, completed_step=0)
 
     def replaced(self, former: Lease) -> None:
         """Learn that a worker has registered again: every step of its former epoch is over."""
@@ -66,7 +66,7 @@ class WorkerSteps:
 
     def completed(self, worker: Lease, steps: cache_pb2.StepReport) -> None:
         """Free what waited for the steps that are over. Raises ValueError for counts that cannot be."""
-        known = self._cache.workers().get(_key(worker))
+        known = self._cache.completed_step(worker.worker_key)
         if known is None:
             raise ValueError("steps: only a client registered with CLIENT_ROLE_WORKER has steps")
         if not known <= steps.completed_step <= steps.launched_step:
@@ -76,23 +76,24 @@ class WorkerSteps:
             )
         if steps.launched_step < worker.launched_step:
             raise ValueError(f"steps.launched_step must be at least {worker.launched_step}, got {steps.launched_step}")
-        self._cache.complete_step(_key(worker), steps.completed_step)
+        self._cache.complete_step(worker.worker_key, steps.completed_step)
 
     def launched(self, worker: Lease, steps: cache_pb2.StepReport) -> None:
         """Note up to which step the worker goes on with what the batch has told it."""
         worker.launched_step = steps.launched_step
 
     def fence(self, held: Held, caller: Lease | None, after_step: int | None = None) -> dict[str, int]:
-        """Return the steps that may still touch a sequence. O(workers that used it).
+        """Return the steps not known to be over that may touch a sequence. O(workers that used it).
 
         `after_step` is the caller's own word for its steps, where it is a worker.
         """
-        fence = {}
+        fence: dict[str, int] = {}
         for worker in held.workers:
-            key = _key(worker)
-            if key in self._cache.workers():
-                own = after_step if worker is caller else None
-                fence[key] = worker.launched_step if own is None else own
+            completed = self._cache.completed_step(worker.worker_key)
+            if completed is not None:
+                step = after_step if after_step is not None and worker is caller else worker.launched_step
+                if step > completed:
+                    fence[worker.worker_key] = step
         return fence
 
     def close(self) -> None:
@@ -102,9 +103,5 @@ class WorkerSteps:
 
     def _forget(self, worker: Lease) -> None:
         worker.process.close()
-        if _key(worker) in self._cache.workers():
-            self._cache.remove_worker(_key(worker))
-
-
-def _key(worker: Lease) -> str:
-    return f"epoch {worker.epoch}"
+        if self._cache.completed_step(worker.worker_key) is not None:
+            self._cache.remove_worker(worker.worker_key)

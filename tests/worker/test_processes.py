@@ -14,90 +14,22 @@ import numpy as np
 import pytest
 
 from radixpool.radix import Namespace
-from radixpool.rpc.client import Client, WorkerClient
+from radixpool.rpc.client import WorkerClient
 from radixpool.rpc.demo.prompts import Turn
 from radixpool.rpc.demo.replay import Replay, Target
 from radixpool.rpc.demo.supervisor import ProcessFailed, Supervisor
-from radixpool.rpc.errors import ManagerUnavailable
-from radixpool.rpc.generation import GenerateFinished, GenerateStarted, GenerateTokens, SamplingParams
-from radixpool.rpc.worker.model_source import find_model
+from radixpool.rpc.generation import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker-processes")]
 
 BLOCK = 16
-NUM_BLOCKS = 256
-LEASE_MS = 1500
 SALTS = map(str, itertools.count())
 
 
-class System:
-    """One manager, one pool, some workers."""
-
-    def __init__(self, supervisor, model, workers=2):
-        self.supervisor = supervisor
-        self.model = str(model)
-        source = find_model(self.model)
-        self.namespace = Namespace(model=source.name, revision=source.revision)
-        self.names = (f"process-{number}" for number in itertools.count())
-        self.address = supervisor.socket_address("manager")
-        self.directory = self.address.removeprefix("unix:").removesuffix(".sock") + ".directory"
-        self.manager = self.start_manager()
-        self.pool = self.start_pool()
-        self.workers = self.start_workers(workers)
-        self.client = Client(self.manager.address)
-
-    def start_manager(self):
-        sizes = ["--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK), "--lease-ttl-ms", str(LEASE_MS)]
-        where = ["--listen", self.address, "--directory", self.directory]
-        return self.supervisor.start(next(self.names), ["serve", *where, *sizes])
-
-    def start_pool(self):
-        return self.supervisor.start(next(self.names), ["pool", "--address", self.address, "--model", self.model])
-
-    def start_workers(self, count):
-        commands = {}
-        for _ in range(count):
-            name = next(self.names)
-            listen = self.supervisor.socket_address(name)
-            commands[name] = ["worker", "--address", self.address, "--model", self.model, "--listen", listen]
-        return self.supervisor.start_all(commands)
-
-    def generate(self, worker, tokens, n=4, **rest):
-        with WorkerClient(worker.address) as client:
-            return Result(client.generate(tokens, SamplingParams(max_new_tokens=n), **rest))
-
-    def matched(self, tokens):
-        return self.client.match(tokens, namespace=self.namespace).cached_tokens
-
-    def wait(self, condition, timeout_s=20.0):
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                if condition():
-                    return
-            except ManagerUnavailable:
-                pass
-            assert time.monotonic() < deadline, "it does not happen"
-            time.sleep(0.05)
-
-
-class Result:
-    def __init__(self, events):
-        self.tokens = []
-        for event in events:
-            match event:
-                case GenerateStarted(_, cached):
-                    self.cached = cached
-                case GenerateTokens(tokens):
-                    self.tokens += tokens
-                case GenerateFinished():
-                    self.finished = True
-
-
 @pytest.fixture(scope="module")
-def system(tiny_model):
+def system(tiny_model, process_system):
     with Supervisor(parent_dir=Path("/tmp")) as supervisor:
-        system = System(supervisor, tiny_model)
+        system = process_system(supervisor, tiny_model)
         yield system
         assert not system.client.check().violations
         system.client.close()
@@ -118,13 +50,13 @@ def test_what_one_worker_computed_the_other_reads(system):
     assert first.tokens == second.tokens == alone.tokens
 
 
-def test_a_frontend_acquires_generates_and_releases(system):
+def test_a_frontend_acquires_generates_and_releases(system, generated):
     prompt = random_tokens(100)
     expected = system.generate(system.workers[0], prompt, 6).tokens
     with system.client.acquire(prompt, namespace=system.namespace) as sequence:
         assert sequence.cached_tokens == 96
         with WorkerClient(system.workers[1].address) as client:
-            result = Result(client.generate_sequence(sequence.handle, SamplingParams(max_new_tokens=6)))
+            result = generated(client.generate_sequence(sequence.handle, SamplingParams(max_new_tokens=6)))
         assert result.tokens == expected
         view = system.client.get_block_tables([sequence.handle]).sequences[0]
         assert view.tokens.tolist() == prompt + expected

@@ -23,7 +23,7 @@ Array = NDArray[np.int32]
 Long = NDArray[np.int64]
 MANY_PARTS = 16  # partial states a row, on average, above which the merge takes wide steps
 MAX_CHANGES = 1024  # table entries that one step may change without a new plan
-ROOM_BLOCKS = 16  # columns that the tables may grow by without a new plan
+ROOM_BLOCKS = 8  # columns at least that the tables may grow by without a new plan
 ALIGN = 16  # int32 entries: sections start on 64 bytes, which Triton's 16-byte specialisation needs
 
 
@@ -79,7 +79,8 @@ class DevicePlan:
         self.bound: dict[Any, Any] = {}
         self.many_parts = capacity is not None
         self.table_stride = 0
-        self.step: Array = np.zeros(0, np.int32)
+        self.step: Array = np.zeros(0, np.int32)  # host side of the section "lens": what one step sends
+        self.lens: Any = None  # host and device view of the lengths
         self.buffer: Tensor | None = None
         self.tables: Tensor | None = None
         self.part: Tensor | None = None
@@ -122,52 +123,57 @@ class DevicePlan:
         return padded.reshape(-1)
 
     def upload(self, forest: Forest, tables: Array, lens: Array) -> None:
-        """Copy a cut batch to the device, in one transfer for the plan and one for the tables."""
+        """Copy a cut batch to the device, in one transfer (with a capacity the tables are another)."""
+        capacity = self.capacity
         counts = np.zeros(ALIGN, np.int32)
         counts[0] = len(forest.merge_rows)
-        step = np.zeros(step_entries(self.capacity.max_seqs if self.capacity else len(lens)), np.int32)
-        step[: len(lens)] = lens
+        self.step = np.zeros(step_entries(capacity.max_seqs if capacity else len(lens)), np.int32)
+        self.step[: len(lens)] = lens
         arrays = {
-            "counts": counts, "lens": step, "rows": forest.rows.reshape(-1), "merge_rows": forest.merge_rows,
+            "counts": counts, "lens": self.step, "rows": forest.rows.reshape(-1), "merge_rows": forest.merge_rows,
             "merge_starts": forest.merge_starts, "merge_parts": forest.merge_parts,
         }  # fmt: skip
         self.bound.clear()
-        self.heights = forest.programs if self.capacity is None else self.full_grids()
+        self.heights = forest.programs if capacity is None else self.full_grids()
         nothing = np.zeros((0, RECORD), np.int32)
         for height in self.heights:
             arrays[f"items{height}"] = self.fill_grid(height, forest.items.get(height, nothing), forest.programs)
-        self.step = step
-        self.merge_grid = len(forest.merge_rows) if self.capacity is None else self.capacity.max_rows
-        if self.capacity is None:
+        self.merge_grid = len(forest.merge_rows) if capacity is None else capacity.max_rows
+        if capacity is None:
             self.tall = forest.tall
             self.many_parts = forest.num_parts > MANY_PARTS * max(1, len(forest.merge_rows))
-        self.send(arrays)
+        self.send(arrays, tables)
         self.reserve_parts(forest.num_parts)
-        self.upload_tables(tables)
+        self.lens = torch.from_numpy(self.step[: len(lens)]), self.sections["lens"][: len(lens)]
 
-    def send(self, arrays: dict[str, Array]) -> None:
-        """Lay the arrays out in one host buffer, copy it, and point the sections at their places on the device."""
-        places, total = {}, 0
-        for name, size in self.section_sizes(arrays).items():
-            places[name] = total
-            total += -(-max(size, 1) // ALIGN) * ALIGN
-        host = staging(total, self.spec.device)
-        view = host.numpy()
+    def send(self, arrays: dict[str, Array], tables: Array) -> None:
+        """Lay the arrays and the tables out in one host buffer, copy it, and point the sections at their places."""
+        sizes = {name: -(-max(size, 1) // ALIGN) * ALIGN for name, size in self.section_sizes(arrays).items()}
+        shape = tables.shape[0], -(-(tables.shape[1] + ROOM_BLOCKS) // ALIGN) * ALIGN
+        total = sum(sizes.values())
+        if self.capacity is None:
+            sizes["tables"] = shape[0] * shape[1]
+        host = staging(sum(sizes.values()), self.spec.device)
+        view, place = host.numpy(), 0
         for name, array in arrays.items():
-            view[places[name] : places[name] + len(array)] = array
-        if self.buffer is None or len(self.buffer) != total:
-            self.buffer = torch.empty(total, dtype=torch.int32, device=self.spec.device)
+            view[place : place + len(array)] = array
+            place += sizes[name]
+        if self.buffer is None or len(self.buffer) != len(host):
+            self.buffer = torch.empty(len(host), dtype=torch.int32, device=self.spec.device)
+        self.sections = dict(zip(sizes, self.buffer.split(list(sizes.values())), strict=True))
+        if self.capacity is None:
+            view[total:].reshape(shape)[:, : tables.shape[1]] = tables
+            self.tables = self.sections.pop("tables").view(shape)
+            self.table_stride = shape[1]
         self.buffer.copy_(host, non_blocking=True)
-        self.sections = {name: self.buffer[place:] for name, place in places.items()}
-
-    def upload_tables(self, tables: Array) -> None:
-        """Copy the block tables to their fixed place, which has room for `ROOM_BLOCKS` more columns."""
-        shape = (tables.shape[0], tables.shape[1] + ROOM_BLOCKS)
         if self.capacity is not None:
-            shape = (self.capacity.max_seqs, self.capacity.max_blocks)
-        if self.tables is None or tuple(self.tables.shape) != shape:
+            self.send_tables(tables, (self.capacity.max_seqs, self.capacity.max_blocks))
+
+    def send_tables(self, tables: Array, shape: tuple[int, int]) -> None:
+        """Copy the block tables to their fixed place of the given shape."""
+        if self.tables is None:
             self.tables = torch.zeros(shape, dtype=torch.int32, device=self.spec.device)
-            self.table_stride = self.tables.stride(0)
+            self.table_stride = shape[1]
         host = staging(tables.size, self.spec.device).view(tables.shape)
         host.numpy()[:] = tables
         self.tables[: tables.shape[0], : tables.shape[1]].copy_(host, non_blocking=True)
@@ -177,19 +183,19 @@ class DevicePlan:
 
         The host buffer is pageable: the copy has read it when it returns, so that the next step may write it.
         """
-        count, first = len(places), len(self.step) - 3 * MAX_CHANGES
+        host, device = self.lens
         self.step[: len(lens)] = lens
-        end = len(lens)
-        if count:
-            end = first + 3 * count
-            self.step[first : first + 2 * count] = places.view(np.int32)
-            self.step[first + 2 * count : end] = blocks
+        if not len(places):
+            device.copy_(host, non_blocking=True)
+            return
+        first, middle = len(self.step) - 3 * MAX_CHANGES, len(self.step) - 3 * MAX_CHANGES + 2 * len(places)
+        end = middle + len(places)
+        self.step[first:middle] = places.view(np.int32)
+        self.step[middle:end] = blocks
         section = self.sections["lens"]
         section[:end].copy_(torch.from_numpy(self.step[:end]), non_blocking=True)
-        if count:
-            assert self.tables is not None
-            index = section[first : first + 2 * count].view(torch.int64)
-            self.tables.view(-1).scatter_(0, index, section[first + 2 * count : end])
+        assert self.tables is not None
+        self.tables.view(-1).scatter_(0, section[first:middle].view(torch.int64), section[middle:end])
 
 
 def step_entries(num_seqs: int) -> int:

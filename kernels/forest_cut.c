@@ -99,11 +99,15 @@ static void sort_keys(i64 *keys, i64 *other, i64 n) {
     if (from != keys) memcpy(keys, from, (size_t)n * sizeof(i64));
 }
 
-static i64 common_blocks(const Path *a, const Path *b, i64 from) {
-    i64 most = min64(a->blocks, b->blocks), i = from;
-    while (i + 8 <= most && memcmp(a->table + i, b->table + i, 32) == 0) i += 8;
-    while (i < most && a->table[i] == b->table[i]) i++;
+/* Return the first index from `i` on where two tables differ, or `end`. */
+static i64 first_difference(const i32 *a, const i32 *b, i64 i, i64 end) {
+    while (i + 8 <= end && memcmp(a + i, b + i, 8 * sizeof(i32)) == 0) i += 8;
+    while (i < end && a[i] == b[i]) i++;
     return i;
+}
+
+static i64 common_blocks(const Path *a, const Path *b, i64 from) {
+    return first_difference(a->table, b->table, from, min64(a->blocks, b->blocks));
 }
 
 /* Whether path `a` sorts before `b`, which first differ at block `at`; the order of bytes, an ended path comes last. */
@@ -505,30 +509,28 @@ void radixpool_take(void *handle, const Batch *in, const Sizes *sizes, i32 *out)
     release(c);
 }
 
-/* What changed from one step's batch to the next, where the cut still fits; mirrored by native_cut.Step. */
+/* The batches of two steps, where the second has the same sequences; mirrored by native_cut.Step. */
 typedef struct {
     const i32 *old_tables, *tables, *old_lens, *lens, *planned_lens;
-    i64 num_seqs, old_width, width, block_size, max_growth, stride, most;
+    i64 num_seqs, width, block_size, max_growth, stride, most;
 } Step;
 
-/* Compare two steps. Write `index = row * stride + place` and the new block of each table entry that differs past the
+/* Compare two steps. Write `place = row * stride + column` and the new block of each table entry that differs past the
  * old length; return how many, or -1 where the cut no longer fits: a length that shrank below the planned one, grew too
  * much or past its table, a block that changed below the old length, or more than `most` changes. */
-i64 radixpool_compare(const Step *s, i64 *index, i32 *blocks) {
-    i64 count = 0, width = min64(s->width, s->old_width);
+i64 radixpool_compare(const Step *s, i64 *places, i32 *blocks) {
+    i64 count = 0;
     for (i64 i = 0; i < s->num_seqs; i++) {
         i64 grown = (i64)s->lens[i] - s->planned_lens[i];
         if (grown < 0 || grown > s->max_growth || s->lens[i] > s->width * s->block_size) return -1;
     }
-    if (!s->tables) return 0;
-    for (i64 i = 0; i < s->num_seqs; i++) {
-        const i32 *old = s->old_tables + i * s->old_width, *table = s->tables + i * s->width;
+    for (i64 i = 0; s->tables && i < s->num_seqs; i++) {
+        const i32 *old = s->old_tables + i * s->width, *table = s->tables + i * s->width;
         i64 used = ceil_div(s->old_lens[i], s->block_size);
-        if (used > width || memcmp(old, table, (size_t)used * sizeof(i32))) return -1;
-        for (i64 at = used; at < s->width; at++) {
-            if (at < width && old[at] == table[at]) continue;
+        if (used > s->width || memcmp(old, table, (size_t)used * sizeof(i32))) return -1;
+        for (i64 at = used; (at = first_difference(old, table, at, s->width)) < s->width; at++) {
             if (count == s->most) return -1;
-            index[count] = i * s->stride + at;
+            places[count] = i * s->stride + at;
             blocks[count++] = table[at];
         }
     }

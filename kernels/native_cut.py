@@ -1,4 +1,4 @@
-"""Planning in C: `build_forest` gives the same cut, bit for bit; `changed_entries` compares two steps.
+"""Planning in C: `build_forest` gives the same cut, bit for bit; `StepWatch` compares steps.
 
 See `forest_cut.c`. Both fall back to numpy where there is no C compiler.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -52,8 +51,7 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("old_tables", "tables", "old_lens", "lens", "planned_lens")),
-        *((name, ctypes.c_int64) for name in ("num_seqs", "old_width", "width", "block_size", "max_growth", "stride",
-                                              "most")),
+        *((name, ctypes.c_int64) for name in ("num_seqs", "width", "block_size", "max_growth", "stride", "most")),
     )  # fmt: skip
 
 
@@ -132,59 +130,78 @@ def forest_of(out: Array, widths: tuple[int, ...], sizes: Sizes) -> Forest:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """How a step may differ from the one before so that its cut still fits.
+class StepWatch:
+    """Compares each step's batch with the one before: does the cut still fit, and what is new?
 
-    A sequence is at most `max_growth` tokens longer than planned, and at most `most` table entries change. `stride` is
-    the width of the table on the device.
+    A sequence may be at most `max_growth` tokens longer than it was planned, and at most `most` table entries may
+    change, none below the old length. It owns `tables` and writes new entries into it; `stride` is the width of the
+    tables on the device.
     """
 
-    block_size: int
-    stride: int
-    max_growth: int
-    most: int
+    __slots__ = ("block_size", "blocks", "lens", "max_growth", "most", "places", "planned", "step", "stride", "tables")
 
+    def __init__(self, tables: Array, lens: Array, block_size: int, *, stride: int, max_growth: int, most: int) -> None:
+        self.tables, self.lens, self.planned = tables, lens.copy(), lens.copy()
+        self.block_size, self.stride, self.max_growth, self.most = block_size, stride, max_growth, most
+        self.places, self.blocks = np.empty(most, np.int64), np.empty(most, np.int32)
+        self.step = self.bound_step()
 
-def changed_entries(
-    old_tables: Array, old_lens: Array, planned_lens: Array, tables: Array | None, lens: Array, growth: Growth
-) -> tuple[Long, Array] | None:  # fmt: skip
-    """Return places (row * stride + column) and blocks of the table entries that a step adds; None: cut it anew.
+    def bound_step(self) -> tuple[Step, int, int, int]:
+        """Return the arguments of the C function with the arrays kept here, and their addresses, found once."""
+        step = Step(
+            self.tables.ctypes.data, None, self.lens.ctypes.data, None, self.planned.ctypes.data, *self.tables.shape,
+            self.block_size, self.max_growth, self.stride, self.most,
+        )  # fmt: skip
+        return step, ctypes.addressof(step), self.places.ctypes.data, self.blocks.ctypes.data
 
-    `tables=None`: none changed. Entries below the old lengths must be the same, lengths at least the planned ones.
-    O(table entries), nothing but the lengths without tables.
-    """
-    code = library()
-    if code is None:
-        return changed_entries_numpy(old_tables, old_lens, planned_lens, tables, lens, growth)
-    places, blocks = np.empty(growth.most, np.int64), np.empty(growth.most, np.int32)
-    step = Step(
-        old_tables.ctypes.data, None if tables is None else tables.ctypes.data, old_lens.ctypes.data, lens.ctypes.data,
-        planned_lens.ctypes.data, len(lens), old_tables.shape[1],
-        old_tables.shape[1] if tables is None else tables.shape[1], growth.block_size, growth.max_growth,
-        growth.stride, growth.most,
-    )  # fmt: skip
-    count = code.radixpool_compare(ctypes.addressof(step), places.ctypes.data, blocks.ctypes.data)
-    return None if count < 0 else (places[:count], blocks[:count])
+    def changes(self, tables: Array | None, lens: Array) -> tuple[Long, Array] | None:
+        """Move to the given batch; return places (row * stride + column) and blocks of the table entries it adds.
 
+        `tables=None`: none changed. Returns None where the batch must be cut anew; this watch then ends. The arrays
+        are overwritten by the next call. O(table entries); O(lengths) without tables.
+        """
+        if len(lens) != len(self.lens) or (tables is not None and not self.fit(tables)):
+            return None
+        code = library()
+        found = self.compare(tables, lens) if code is None else self.compare_in_c(code, tables, lens)
+        if found is not None:
+            self.lens[:] = lens
+            if len(found[0]):
+                self.tables[found[0] // self.stride, found[0] % self.stride] = found[1]
+        return found
 
-def changed_entries_numpy(
-    old_tables: Array, old_lens: Array, planned_lens: Array, tables: Array | None, lens: Array, growth: Growth
-) -> tuple[Long, Array] | None:  # fmt: skip
-    """Do the work of `changed_entries` without a compiler."""
-    grown = lens.astype(np.int64) - planned_lens
-    width = (old_tables if tables is None else tables).shape[1]
-    if len(grown) and (grown.min() < 0 or grown.max() > growth.max_growth or lens.max() > width * growth.block_size):
-        return None
-    if tables is None:
-        return np.zeros(0, np.int64), np.zeros(0, np.int32)
-    old_width = old_tables.shape[1]
-    used = -(-old_lens // growth.block_size)
-    if len(used) and used.max() > min(width, old_width):
-        return None
-    differs = np.ones(tables.shape, bool)
-    differs[:, :old_width] = tables[:, :old_width] != old_tables[:, :width]
-    if (differs & (np.arange(width) < used[:, None])).any():
-        return None
-    row, column = np.nonzero(differs)
-    return None if len(row) > growth.most else (row * growth.stride + column, tables[row, column])
+    def fit(self, tables: Array) -> bool:
+        """Give the watched tables the width of the given ones; return False where the device has no room for that."""
+        if tables.shape == self.tables.shape:
+            return True
+        if len(tables) != len(self.tables) or tables.shape[1] > self.stride:
+            return False
+        resized = np.full_like(tables, -1)
+        both = min(tables.shape[1], self.tables.shape[1])
+        resized[:, :both] = self.tables[:, :both]
+        self.tables = resized
+        self.step = self.bound_step()
+        return True
+
+    def compare_in_c(self, code: ctypes.CDLL, tables: Array | None, lens: Array) -> tuple[Long, Array] | None:
+        """Do the work of `compare` in C."""
+        step, *addresses = self.step
+        step.tables = None if tables is None else tables.ctypes.data
+        step.lens = lens.ctypes.data
+        count = code.radixpool_compare(*addresses)
+        return None if count < 0 else (self.places[:count], self.blocks[:count])
+
+    def compare(self, tables: Array | None, lens: Array) -> tuple[Long, Array] | None:
+        """Return what `changes` returns, without moving."""
+        width = self.tables.shape[1]
+        grown = lens.astype(np.int64) - self.planned
+        if len(grown) and (grown.min() < 0 or grown.max() > self.max_growth or lens.max() > width * self.block_size):
+            return None
+        if tables is None:
+            return self.places[:0], self.blocks[:0]
+        differs = tables != self.tables
+        used = -(-self.lens // self.block_size)
+        if (used > width).any() or (differs & (np.arange(width) < used[:, None])).any():
+            return None
+        row, column = np.nonzero(differs)
+        return None if len(row) > self.most else (row * self.stride + column, tables[row, column])

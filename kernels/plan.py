@@ -20,7 +20,7 @@ from torch import Tensor
 from radixpool.kernels.device_plan import MAX_CHANGES, DevicePlan, PlanCapacity
 from radixpool.kernels.forest import Forest
 from radixpool.kernels.launch import DeviceInfo, TileConfig, tile_config
-from radixpool.kernels.native_cut import Growth, build_forest, changed_entries
+from radixpool.kernels.native_cut import StepWatch, build_forest
 from radixpool.kernels.spec import AttentionSpec
 
 Int32Array = NDArray[np.int32]
@@ -48,7 +48,8 @@ class ForestPlan:
     device_plan: DevicePlan | None = None
     checked: set[Any] = field(default_factory=set)
     fast: Any = None  # the fast extend path of this cut (see extend_path.py); None: not yet asked for
-    planned_lens: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    watch: StepWatch | None = None  # whether a step only grew; None: no step keeps this cut
+    decoding: bool = False  # one query token a sequence
 
     @property
     def num_seqs(self) -> int:
@@ -100,28 +101,19 @@ class ForestPlan:
         return False
 
     def grow(self, tables: Int32Array | None, lens: Int32Array, query_lens: Any | None) -> bool:
-        """Move to the given batch if it only grew and the cut still fits; else change nothing and return False."""
-        device_plan = self.device_plan
-        if device_plan is None or self.forest is None or not self.forest.growable or len(lens) != self.num_seqs:
-            return False
-        if tables is not None and (len(tables) != len(lens) or tables.shape[1] > device_plan.table_stride):
+        """Move to the given batch if it only grew and the cut still fits; else return False, nothing has moved."""
+        if self.watch is None or self.device_plan is None:
             return False
         if query_lens is None:
-            if not (self.query_lens == 1).all():
+            if not self.decoding:
                 return False
         elif not np.array_equal(host_int32("query_lens", query_lens, 1), self.query_lens):
             return False
-        growth = Growth(self.spec.block_size, device_plan.table_stride, MAX_GROWTH_TOKENS, MAX_CHANGES)
-        changes = changed_entries(self.block_tables, self.seq_lens, self.planned_lens, tables, lens, growth)
+        changes = self.watch.changes(tables, lens)
         if changes is None:
             return False
-        places, blocks = changes
-        if tables is not None and tables.shape != self.block_tables.shape:
-            self.block_tables = tables.copy()
-        elif len(places):
-            self.block_tables[places // growth.stride, places % growth.stride] = blocks
-        self.seq_lens, self.fast = lens.copy(), None
-        device_plan.grow(self.seq_lens, places, blocks)
+        self.block_tables, self.seq_lens, self.fast = self.watch.tables, lens.copy(), None
+        self.device_plan.grow(lens, *changes)
         return True
 
     def cut(self) -> None:
@@ -137,11 +129,16 @@ class ForestPlan:
             gain = gain * 64 if gain < 2**40 else np.inf
         if self.capacity is not None and not self.capacity.holds(forest):
             raise ValueError(f"capacity: expected room for {forest.num_parts} parts, got {self.capacity}")
-        self.forest, self.planned_lens = forest, self.seq_lens
         if self.device_plan is None:
             self.device_plan = DevicePlan(self.spec, self.device, self.config_of, self.capacity)
         self.device_plan.upload(forest, self.block_tables, self.seq_lens)
-        self.fast = None
+        self.forest, self.fast, self.watch = forest, None, None
+        self.decoding = len(self.query_lens) == self.num_rows and bool((self.query_lens == 1).all())
+        if forest.growable:
+            self.watch = StepWatch(
+                self.block_tables, self.seq_lens, self.spec.block_size, stride=self.device_plan.table_stride,
+                max_growth=MAX_GROWTH_TOKENS, most=MAX_CHANGES,
+            )  # fmt: skip
 
 
 @functools.cache

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from radixpool.radix.errors import RadixPoolError
 from radixpool.rpc.client import Client, ClientOptions, ClientRole
 from radixpool.rpc.client.retry import NO_RETRY
-from radixpool.rpc.errors import ManagerUnavailable, PoolMismatch
+from radixpool.rpc.errors import Fenced, ManagerUnavailable, PoolMismatch
 from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.operations import ServiceInfo
 from radixpool.rpc.pool.device import CPU, Device
@@ -108,13 +109,16 @@ class HolderProcess:
             try:
                 if self._stop.is_set() or time.monotonic() >= vacant_at or client.get_pool() is None:
                     return client.register_pool(holder.describe())
-            except ManagerUnavailable:
+            except (ManagerUnavailable, Fenced):
                 if time.monotonic() >= gone_at or self._stop.is_set():
                     raise
             self._stop.wait(_CONNECT_INTERVAL_S)
 
     def _keep_registered(self, client: Client, holder: PoolHolder) -> None:
-        """Register again where the manager has forgotten the pool. A manager that does not answer is waited for."""
+        """Register again where the manager has forgotten the pool. Raises `PoolMismatch` when it has another one.
+
+        Nothing else ends the holder, and with it the pool: a manager that does not answer, or refuses, is asked again.
+        """
         pool = holder.describe()
         try:
             registered = client.get_pool()
@@ -124,8 +128,11 @@ class HolderProcess:
                 log.info("registered the pool again")
             elif registered.pool_id != pool.pool_id:
                 raise PoolMismatch("pool_id: the manager has the pool of another holder now")
-        except ManagerUnavailable as error:
-            log.debug("the pool is not registered: %s", error)
+        except PoolMismatch:
+            raise
+        except RadixPoolError as error:
+            expected = isinstance(error, ManagerUnavailable | Fenced)
+            log.log(logging.DEBUG if expected else logging.WARNING, "the pool is not registered: %s", error)
 
     def _require_same_sizes(self, info: ServiceInfo, spec: PoolSpec) -> None:
         if (info.num_blocks, info.block_size) != (spec.num_blocks, spec.block_size):

@@ -4,7 +4,8 @@ usage: python bench/decode.py [--peers DIR] [--suite plain|more|fp8|shared ...] 
 
 Every implementation is checked against float64 before it is timed (a red one is reported, not timed). Rounds alternate
 between implementations; the L2 cache is overwritten before every run; figures are medians over all rounds with the
-spread of the rounds' medians. Writes decode.csv, decode.json and decode.png, prints a table.
+spread of the rounds' medians. *clean* is a replayed graph after an L2 that was filled by reading: without dirty lines
+to write back. Writes decode.csv, decode.json and decode.png, prints a table; decode_docs.py makes the documentation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 import torch
 from attention_cases import FP8, SUITES, Case, Workload
 from attention_peers import LOADERS, Binder, load_peers
-from gpu_timing import read_bandwidth, time_eager, time_graph
+from decode_docs import plot
+from gpu_timing import clean_cache, host_time, read_bandwidth, time_eager, time_graph
 
 from radixpool.kernels import attend, plan_forest
 
@@ -40,6 +42,8 @@ class Result:
     eager_low_us: float = math.nan
     eager_high_us: float = math.nan
     graph_us: float = math.nan
+    clean_us: float = math.nan
+    host_us: float = math.nan
     unique_tb_s: float = math.nan
     of_read_bandwidth: float = math.nan
     failed: str = ""
@@ -96,38 +100,48 @@ def run_case(case: Case, binders: dict[str, Binder], rounds: int, bandwidth: flo
     for name, call in calls.items():
         r, t = results[name], timings[name]
         r.eager_us, r.eager_low_us, r.eager_high_us = statistics.median(t), min(t), max(t)
+        r.host_us = host_time(call)
         try:
             r.graph_us = time_graph(call, rep_ms=40).us
+            with clean_cache():
+                r.clean_us = time_graph(call, rep_ms=40).us
         except Exception as error:
             r.failed = f"graph: {error!r}"[:160]
         best = min(x for x in (r.eager_us, r.graph_us) if not math.isnan(x))
         r.unique_tb_s = w.unique_bytes / best / 1e6
         r.of_read_bandwidth = w.unique_bytes / best * 1e6 / bandwidth
     fresh, reused = plan_times(w)
-    report(case, w, list(results.values()), bandwidth, fresh, reused)
-    return list(results.values())
+    read = plain_read(w)
+    report(case, w, list(results.values()), read, bandwidth, fresh, reused)
+    return [read, *results.values()]
 
 
-def read_time(w: Workload) -> float:
-    """Return the microseconds of a plain read of as many bytes as the case's unique KV, under the same conditions.
+def plain_read(w: Workload) -> Result:
+    """Time a plain read of as many bytes as the case's unique KV, under the same conditions.
 
-    The L2 flush before each run leaves dirty lines that are written back meanwhile: no kernel of a short case gets
-    near the bytes divided by the bandwidth.
+    The L2 flush before each run leaves dirty lines that a read pushes out and has written back meanwhile.
     """
+    result = Result(w.case.name, "plain_read")
     rows = w.unique_bytes // 2 // 4096
     flat = w.k_pool.view(torch.uint8).view(-1).view(torch.bfloat16)
     if rows * 4096 > flat.numel():
-        return math.nan
+        result.failed = "the pool is smaller"
+        return result
     source = flat[: rows * 4096].view(rows, 4096)
-    return time_graph(lambda: torch.sum(source, 1), rep_ms=40).us
+    result.graph_us = time_graph(lambda: torch.sum(source, 1), rep_ms=40).us
+    with clean_cache():
+        result.clean_us = time_graph(lambda: torch.sum(source, 1), rep_ms=40).us
+    return result
 
 
-def report(case: Case, w: Workload, results: list[Result], bandwidth: float, fresh: float, reused: float) -> None:
+def report(
+    case: Case, w: Workload, results: list[Result], read: Result, bandwidth: float, fresh: float, reused: float
+) -> None:  # fmt: skip
     """Print one case: a line per implementation, fastest graph first, as a ratio to ours."""
-    floor, read = w.unique_bytes / bandwidth * 1e6, read_time(w)
+    floor = w.unique_bytes / bandwidth * 1e6
     print(
-        f"== {case.name}: {floor:.1f} us at full bandwidth, plain read of as many bytes {read:.1f} us, "
-        f"plan {fresh:.0f} us, re-used {reused:.0f} us"
+        f"== {case.name}: {floor:.1f} us at full bandwidth, plain read of as many bytes {read.graph_us:.1f} us "
+        f"(clean L2 {read.clean_us:.1f}), plan {fresh:.0f} us, re-used {reused:.0f} us"
     )
     ours = results[0]
     for r in sorted(results, key=lambda r: r.eager_us if not math.isnan(r.eager_us) else math.inf):
@@ -136,8 +150,9 @@ def report(case: Case, w: Workload, results: list[Result], bandwidth: float, fre
             continue
         print(
             f"   {r.name:22s} eager {r.eager_us:7.1f} ({r.eager_low_us:.1f} to {r.eager_high_us:.1f})"
-            f" graph {r.graph_us:7.1f}  x ours {r.eager_us / ours.eager_us:5.2f} eager"
-            f" {r.graph_us / ours.graph_us:5.2f} graph  err {r.error:.1e}"
+            f" graph {r.graph_us:7.1f} clean {r.clean_us:7.1f}  x ours {r.eager_us / ours.eager_us:5.2f}"
+            f" {r.graph_us / ours.graph_us:5.2f} {r.clean_us / ours.clean_us:5.2f}  host {r.host_us:4.0f}"
+            f"  err {r.error:.1e}"
             f"  {r.unique_tb_s:.2f} TB/s {r.of_read_bandwidth:4.0%} {r.failed}",
             flush=True,
         )
@@ -153,46 +168,7 @@ def write_results(results: list[Result], bandwidth: float, out: Path) -> None:
     device = torch.cuda.get_device_name()
     meta = {"device": device, "torch": torch.__version__, "read_bandwidth_tb_s": bandwidth / 1e12, "note": WRITEBACK}
     (out / "decode.json").write_text(json.dumps({"meta": meta, "results": [asdict(r) for r in results]}, indent=1))
-    plot(results, out / "decode.png")
-
-
-LABELS = {
-    "radixpool_no_sharing": "radixpool, plan without sharing",
-    "fa3": "FlashAttention-3",
-    "flashinfer": "FlashInfer",
-    "fi_cascade": "FlashInfer cascade",
-    "vllm_triton": "vLLM Triton",
-    "sglang_triton": "SGLang Triton",
-}
-
-
-def plot(results: list[Result], path: Path) -> None:
-    """Plot eager time relative to ours: a row per case, a mark per implementation (ratios have no zero to start at)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cases = list(dict.fromkeys(r.case for r in results))
-    ours = {r.case: r.eager_us for r in results if r.name == "radixpool"}
-    figure, axes = plt.subplots(figsize=(10, 0.3 * len(cases) + 1.6))
-    for name, marker in zip(LABELS, "|os^vD", strict=True):
-        timed = [r for r in results if r.name == name and r.eager_us > 0]
-        points = [(r.eager_us / ours[r.case], cases.index(r.case)) for r in timed]
-        if points:
-            axes.scatter(*zip(*points, strict=True), marker=marker, s=42, label=LABELS[name], zorder=3)
-    axes.axvline(1, color="black", linewidth=1.5, label="radixpool")
-    axes.set_yticks(range(len(cases)), cases)
-    axes.invert_yaxis()
-    axes.grid(alpha=0.3)
-    axes.set_xlabel("time relative to radixpool (right of the line: slower)")
-    axes.set_xscale("log")
-    ticks = [0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-    axes.minorticks_off()
-    axes.legend(loc="lower right", fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    plot([asdict(r) for r in results], out / "decode.png")
 
 
 def main() -> None:

@@ -119,6 +119,20 @@ def test_plans_of_two_steps_queued_behind_a_long_kernel(make_batch):
         torch.testing.assert_close(out.cpu().double(), batch.reference()[0], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+def test_later_calls_of_a_plan_take_other_tensors_and_numbers(make_batch, kv_dtype):
+    """The first call of a plan binds its launches; those after it pass addresses only."""
+    lens, shared = (64, 90, 90), [([1, 2], 3)]
+    first, second = (make_batch(kv_dtype=kv_dtype, lens=lens, shared=shared) for _ in range(2))
+    second.q, second.k_pool, second.v_pool = first.q.flip(0), first.v_pool.clone(), first.k_pool.clone()
+    plan = first.plan()
+    for batch, scale in ((first, 0.2), (second, 0.1), (first, 0.3), (second, 0.2)):
+        fresh = batch.run(first.plan(), scale=scale)
+        later = batch.run(plan, scale=scale)
+        assert all(torch.equal(a, b) for a, b in zip(fresh, later, strict=True))
+    assert not torch.equal(first.run(plan)[0], second.run(plan)[0])
+
+
 @pytest.mark.parametrize("tokens", [57_601, 131_072, 1_048_576])
 def test_very_long_contexts(tokens):
     spec = spec_of((2, 1), 64, 16)

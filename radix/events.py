@@ -78,6 +78,7 @@ class EventLog:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, not {capacity}")
         self.last_seq = 0
+        self.capacity = capacity
         self._events: deque[Event] = deque(maxlen=capacity)
 
     def since(self, seq: int) -> list[Event]:
@@ -95,6 +96,12 @@ class EventLog:
             raise EventsLost(seq, first_seq=self.last_seq - len(self._events) + 1)
         events = self._events
         return [events[i] for i in range(-missing, 0)] if missing < 64 else list(events)[len(events) - missing :]
+
+    def skip(self, count: int) -> None:
+        """Give up `count` numbers for events that are not kept: so many more follow that they would be lost anyway."""
+        if count > 0:
+            self.last_seq += count
+            self._events.clear()
 
     def stored(self, namespace: Namespace, parent: int, start: int, tokens: bytes, blocks: bytes, media: bytes) -> None:
         """Append a `Stored`. O(1)."""

@@ -116,20 +116,22 @@ class FencedCore(Room):
 
     def _unfence_leaves(self, leaves: Iterable[Node]) -> None:
         """Undo one `_fence` of each of many: in short where a run has no other fence, no holder and no child."""
-        cached = 0
+        cached = passed = 0
         for node in leaves:
-            if node.fence > 1 or node.ref or node.children or node.policy is None or node.account is not None:
+            policy = node.policy
+            if node.fence > 1 or node.ref or node.children or policy is None or node.account is not None:
                 self._unfence(node)
                 continue
             node.fence = 0
-            self._odd -= 1
+            passed += 1
             cached += len(node.blocks) >> 2
-            node.policy.add(node)
+            policy.add(node)
             parent = node.parent
             if parent.fence > 1:
                 parent.fence -= 1
             elif parent.parent is not parent:
-                self._odd += 1  # `_unfence` counts the fence once more
+                passed -= 1  # `_unfence` counts it
                 self._unfence(parent)
+        self._odd -= passed
         self._quarantine.node_blocks -= cached
         self._cached += cached

@@ -2,17 +2,20 @@
 
 What the former incarnation had handed out may still be read or written by GPU steps it started. It is modelled as a
 worker that never completes a step: every restored path is fenced by it, and the blocks that were not committed wait for
-it. `FORMER_INCARNATION` is removed like any dead worker once its last step is known to be over.
+it. Once its last step is known to be over, `FORMER_INCARNATION` is removed like any dead worker, or in slices
+(`lift_fence`) where others wait meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from radixpool.radix.eviction.base import EvictionPolicy
 from radixpool.radix.fences import FencedCore
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.node import Node
@@ -20,11 +23,15 @@ from radixpool.radix.quarantine import NO_STEP
 from radixpool.radix.restore import RestorePlan
 from radixpool.radix.state import _last_block
 
-__all__ = ["FORMER_INCARNATION", "restore_blocks"]
+__all__ = ["FORMER_INCARNATION", "lift_fence", "restore_blocks"]
 
 FORMER_INCARNATION: Final = "(former incarnation)"
 """Name of the worker that stands for everybody who may still use blocks of the former incarnation."""
 _FENCE: Final = {FORMER_INCARNATION: NO_STEP}
+_LEAVES_PER_FENCE: Final = 256
+_BLOCKS_PER_FENCE: Final = 16_384
+"""What becomes usable at once when one fence of the former incarnation is lifted."""
+FENCES_PER_SLICE: Final = 4
 
 
 def restore_blocks(
@@ -38,7 +45,8 @@ def restore_blocks(
     """Fill the new, empty `cache` with the planned trees; nothing of it can be evicted before the fence is passed.
 
     The blocks `quarantined`, none of which is in the plan, stay unusable just as long; all others are free. O(runs)
-    plus one copy of the tokens. The caller ends the fence with `cache.remove_worker(FORMER_INCARNATION)`.
+    plus one copy of the tokens. The caller ends the fence with `lift_fence`, or with
+    `cache.remove_worker(FORMER_INCARNATION)` all at once.
 
     Raises:
         ValueError: the cache is in use, has another block size, or a block is named twice.
@@ -48,14 +56,23 @@ def restore_blocks(
     cache._quarantine.add_worker(FORMER_INCARNATION, -1)
     cache._free = cache._free[:0]
     cache._free.frombytes(free.astype(np.uint32).tobytes())
-    told, cache._told = cache._told, False  # what is restored is recorded already, and events are told here
     leaves = _attach_runs(cache, plan, namespaces, media)
-    cache._told = told
-    leaves.sort(key=lambda node: node.last_use)  # ties of one plan keep their order, so that replicas agree
     if leaves:
         _fence(cache, leaves, plan.loose.blocks.size)
         cache._tick = int(plan.loose.last_uses.max())
-    cache._retire(quarantined.astype(np.int32).tobytes(), cache._root(DEFAULT_NAMESPACE), _FENCE)
+    for first in range(0, quarantined.size, _BLOCKS_PER_FENCE):
+        part = quarantined[first : first + _BLOCKS_PER_FENCE].astype(np.int32).tobytes()
+        cache._retire(part, cache._root(DEFAULT_NAMESPACE), _FENCE)
+
+
+def lift_fence(cache: FencedCore) -> bool:
+    """Forget a slice of what waits for the former incarnation, least recently used first. Return whether more waits.
+
+    Nothing new waits for it from the first call on. O(1024 runs + 65,536 uncommitted blocks) a call.
+    """
+    if FORMER_INCARNATION in cache._quarantine.completed:
+        cache._quarantine.retire_worker(FORMER_INCARNATION)
+    return cache._quarantine.pass_retired(FENCES_PER_SLICE)
 
 
 def _others(cache: FencedCore, plan: RestorePlan, quarantined: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
@@ -78,38 +95,65 @@ def _others(cache: FencedCore, plan: RestorePlan, quarantined: npt.NDArray[np.in
 def _attach_runs(
     cache: FencedCore, plan: RestorePlan, namespaces: Mapping[int, Namespace], media: Mapping[int, bytes]
 ) -> list[Node]:
-    """Make a node per run, unheld, fenced by its children. Return those without any."""
+    """Make a node per run, unheld, fenced by its children. Return those without any, least recently used first."""
+    roots = {
+        number: cache._roots.setdefault(namespaces[number], cache._root(namespaces[number]))
+        for number in np.unique(plan.loose.namespaces).tolist()
+    }
+    num_children = np.bincount(plan.run_parents + 1, minlength=plan.num_runs + 1)[1:]
     nodes: list[Node] = []
-    events = cache._events
-    for run in plan.runs():
-        namespace = namespaces[run.namespace]
-        mark = media[run.media] if run.media else b""
-        if run.parent >= 0:
-            parent = nodes[run.parent]
+    keep, stride = nodes.append, cache._stride
+    for parent_run, namespace, mark, end, last_use, key, blocks, fence in zip(
+        *plan.runs(), np.maximum(num_children, 1).tolist(), strict=True
+    ):
+        parent = nodes[parent_run] if parent_run >= 0 else roots[namespace]
+        node = Node(key, blocks, parent, end)
+        node.fence = fence
+        node.last_use = last_use
+        first = key[:stride]
+        if mark:
+            node.media = media[mark]
+            first += node.media
+        if parent.children is None:
+            parent.children = {first: node}
         else:
-            parent = cache._roots.get(namespace) or cache._roots.setdefault(namespace, cache._root(namespace))
-        node = cache._attach(parent, run.tokens, run.blocks, mark)
-        node.ref = 0
-        if parent.parent is not parent:
-            parent.fence += 1
-        node.last_use = run.last_use
-        if node.account is not None:
-            node.account.used += node.num_blocks
-        nodes.append(node)
-        if events is not None:
-            events.stored(namespace, _last_block(parent), parent.end, run.tokens, run.blocks, mark)
-    return [node for node in nodes if node.children is None]
+            parent.children[first] = node
+        keep(node)
+    _count(cache, nodes)
+    _tell(cache, nodes)
+    leaves = np.flatnonzero(num_children == 0)
+    times = plan.loose.last_uses[plan.starts[leaves]]
+    # Ties of one plan keep their order, so that replicas agree.
+    return [nodes[i] for i in leaves[np.argsort(times, kind="stable")].tolist()]
+
+
+def _count(cache: FencedCore, nodes: list[Node]) -> None:
+    """Enter new nodes into the books of the cache, its policies and its accounts."""
+    cache._num_nodes += len(nodes)
+    for root in cache._roots.values():
+        if root.account is not None:
+            root.account.used += sum(node.num_blocks for node in nodes if node.root is root)
+    if type(cache._policy).inserted is not EvictionPolicy.inserted:
+        for node in nodes:
+            node.policy.inserted(node, node.num_blocks)  # type: ignore[union-attr]  # all of them are alive
+
+
+def _tell(cache: FencedCore, nodes: list[Node]) -> None:
+    """Tell the events of new nodes, parents first. What is restored is recorded already."""
+    events = cache._events
+    if events is None:
+        return
+    events.skip(len(nodes) - events.capacity)
+    for node in nodes[-events.capacity :]:
+        parent = node.parent
+        events.stored(node.root.namespace, _last_block(parent), parent.end, node.key, node.blocks, node.media)
 
 
 def _fence(cache: FencedCore, leaves: list[Node], num_blocks: int) -> None:
     """Fence every path to a leaf: a leaf once by the former incarnation, any other node once by each child."""
-    for leaf in leaves:
-        leaf.fence = 1
+    cache._tree_blocks += num_blocks
     cache._odd += len(leaves)
     cache._quarantine.node_blocks += num_blocks
-
-    def unfence() -> None:
-        for leaf in leaves:
-            cache._unfence(leaf)
-
-    cache._quarantine.wait(_FENCE, num_blocks, unfence, leaves)
+    for first in range(0, len(leaves), _LEAVES_PER_FENCE):
+        part = leaves[first : first + _LEAVES_PER_FENCE]
+        cache._quarantine.wait(_FENCE, len(part), partial(cache._unfence_leaves, part), part)

@@ -7,14 +7,13 @@ it would have found before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ORPHAN", "ROOT", "LooseBlocks", "PlannedRun", "RestorePlan", "plan_restore"]
+__all__ = ["ORPHAN", "ROOT", "LooseBlocks", "PlannedRuns", "RestorePlan", "plan_restore"]
 
 ROOT: Final = -1
 """The parent of the first block of a path."""
@@ -63,16 +62,19 @@ class LooseBlocks:
         )
 
 
-class PlannedRun(NamedTuple):
-    """One node to make. `parent` is the number of an earlier run, or -1 for the root of `namespace`."""
+class PlannedRuns(NamedTuple):
+    """The nodes to make, one entry of each column for each: so a million need no object of their own.
 
-    parent: int
-    namespace: int
-    media: int
-    end: int
-    last_use: int
-    tokens: bytes
-    blocks: bytes
+    `parents` are numbers of earlier runs, or -1 for the root of the run's namespace; `tokens` and `blocks` are packed.
+    """
+
+    parents: list[int]
+    namespaces: list[int]
+    media: list[int]
+    ends: list[int]
+    last_uses: list[int]
+    tokens: list[bytes]
+    blocks: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,37 +99,32 @@ class RestorePlan:
         """How many nodes the tree will have. O(1)."""
         return int(self.starts.size)
 
-    def runs(self) -> Iterator[PlannedRun]:
-        """Yield the runs, parents before children. O(1) each plus a copy of its tokens."""
+    def runs(self) -> PlannedRuns:
+        """Return the runs, parents before children. O(runs) plus a copy of the tokens."""
         if not self.num_runs:
-            return
+            return PlannedRuns([], [], [], [], [], [], [])
         loose = self.loose
-        stride = loose.tokens.shape[1] * 4
-        tokens = np.ascontiguousarray(loose.tokens, dtype="<u4").data.cast("B")
-        blocks = np.ascontiguousarray(loose.blocks, dtype="<i4").data.cast("B")
-        starts = self.starts.tolist()
-        stops = [*starts[1:], loose.blocks.size]
-        tails = np.asarray(stops, dtype=np.int64) - 1
-        columns = zip(
+        stops = np.append(self.starts[1:], loose.blocks.size)
+        return PlannedRuns(
             self.run_parents.tolist(),
             loose.namespaces[self.starts].tolist(),
             loose.media[self.starts].tolist(),
-            (loose.positions[tails].astype(np.int64) + 1).tolist(),
+            (loose.positions[stops - 1].astype(np.int64) + 1).tolist(),
             loose.last_uses[self.starts].tolist(),
-            starts,
-            stops,
-            strict=True,
+            _cut(loose.tokens.astype("<u4", copy=False), self.starts, stops),
+            _cut(loose.blocks.astype("<i4", copy=False), self.starts, stops),
         )
-        for parent, namespace, media, end, last_use, start, stop in columns:
-            yield PlannedRun(
-                parent,
-                namespace,
-                media,
-                end,
-                last_use,
-                bytes(tokens[start * stride : stop * stride]),
-                bytes(blocks[start * 4 : stop * 4]),
-            )
+
+
+def _cut(rows: npt.NDArray[Any], starts: _Ints, stops: _Ints) -> list[bytes]:
+    """Return the bytes of each stretch of `rows` from one of `starts` to one of `stops`, which follow one another."""
+    row_bytes = rows.nbytes // rows.shape[0]
+    if starts.size == rows.shape[0]:
+        whole: list[bytes] = np.ascontiguousarray(rows).view(f"V{row_bytes}").ravel().tolist()
+        return whole
+    flat = rows.tobytes()
+    bounds = zip((starts * row_bytes).tolist(), (stops * row_bytes).tolist(), strict=True)
+    return [flat[start:stop] for start, stop in bounds]
 
 
 def plan_restore(loose: LooseBlocks) -> RestorePlan:
@@ -173,23 +170,34 @@ def _second_copies(loose: LooseBlocks) -> _Ints:
     """Return all but one of siblings with the same content, which a whole tree never has."""
     has_siblings = (loose.parents == ROOT) | (_num_children(loose)[loose.parents] > 1)
     candidates = np.flatnonzero(has_siblings)
-    key = np.column_stack(
-        (
-            loose.parents[candidates].astype(np.uint64),
-            loose.namespaces[candidates].astype(np.uint64),
-            loose.media[candidates].astype(np.uint64),
-        )
-    )
-    random = np.random.default_rng(0)
-    odd = random.integers(0, 1 << 63, size=loose.tokens.shape[1] + 3, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    mixed = loose.tokens[candidates].astype(np.uint64) @ odd[3:] + key @ odd[:3]
+    candidates = candidates[_occur_twice(_mixed(loose, candidates, loose.tokens[:, [0, -1]]))]
+    mixed = _mixed(loose, candidates, loose.tokens)
     by_mixed = np.argsort(mixed, kind="stable")
     alike = np.flatnonzero(mixed[by_mixed][1:] == mixed[by_mixed][:-1])
     one, other = by_mixed[alike], by_mixed[alike + 1]
-    same = (key[one] == key[other]).all(axis=1)
+    same = np.ones(alike.size, dtype=bool)
+    for column in (loose.parents, loose.namespaces, loose.media):
+        same &= column[candidates[one]] == column[candidates[other]]
     same &= (loose.tokens[candidates[one]] == loose.tokens[candidates[other]]).all(axis=1)
     copies: _Ints = candidates[other[same]]
     return copies
+
+
+def _mixed(loose: LooseBlocks, index: _Ints, tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+    """Return a hash of place and `tokens` of the blocks at `index`: siblings with equal tokens have the same."""
+    random = np.random.default_rng(0)
+    odd = random.integers(0, 1 << 63, size=tokens.shape[1] + 3, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    mixed: npt.NDArray[np.uint64] = loose.parents[index].astype(np.uint64) * odd[0]
+    mixed += loose.namespaces[index] * odd[1]
+    mixed += loose.media[index] * odd[2]
+    mixed += tokens[index].astype(np.uint64).dot(odd[3:])
+    return mixed
+
+
+def _occur_twice(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Tell of each value whether it occurs more than once."""
+    ordered = np.sort(values)
+    return np.isin(values, ordered[1:][ordered[1:] == ordered[:-1]])
 
 
 def _num_children(loose: LooseBlocks) -> _Ints:
@@ -226,16 +234,25 @@ def _spread_last_uses(loose: LooseBlocks, starts: _Ints) -> npt.NDArray[np.uint6
     stops = np.append(starts[1:], ranks.size)
     chain_of = np.repeat(np.arange(starts.size), stops - starts)
     parents = loose.parents[starts]
-    parent_chains = np.where(parents == ROOT, ROOT, chain_of[parents]).tolist()
-    below = [0] * starts.size
-    for chain, highest in zip(
-        range(starts.size - 1, -1, -1), np.maximum.reduceat(ranks, starts)[::-1].tolist(), strict=True
-    ):
-        parent = parent_chains[chain]
-        if parent != ROOT:
-            below[parent] = max(below[parent], highest, below[chain])
+    parent_chains = np.where(parents == ROOT, starts.size, chain_of[parents])
+    below = _latest_below(parent_chains, np.maximum.reduceat(ranks, starts))
     ranks[stops - 1] = np.maximum(ranks[stops - 1], below)
     # A running maximum from the tail, all chains at once: an offset per chain keeps the earlier ones out.
     offset = (starts.size - chain_of) * np.int64(times.size)
     spread: npt.NDArray[np.uint64] = times[np.maximum.accumulate((ranks + offset)[::-1])[::-1] - offset]
     return spread
+
+
+def _latest_below(parents: _Ints, latest: _Ints) -> _Ints:
+    """Return for each chain the highest of `latest` among all chains below it, 0 without any. O(n log depth).
+
+    `parents` are chain numbers, one more than the last for a root's. In each round a chain hears of those below it
+    that are up to twice as far away as in the round before.
+    """
+    up = np.append(parents, parents.size)
+    below = np.zeros_like(up)
+    np.maximum.at(below, up[:-1], latest)
+    while (up != parents.size).any():
+        np.maximum.at(below, up, below.copy())
+        up = up[up]
+    return below[:-1]

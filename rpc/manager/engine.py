@@ -247,14 +247,14 @@ class Engine:
             self._note_event_time()
             for _ in range(limits.EXPIRY_SLICE_SEQUENCES):
                 if not self._dying:
-                    return False
+                    return self.former_life.is_ending
                 held = self.handles.take_one(self._dying[0])
                 if held is None:
                     self._gone(self._dying.popleft())
                 else:
                     self.cache.release(held.sequence, after_step=self.steps.fence(held, None))
                     _SLICE()
-            return bool(self._dying)
+            return bool(self._dying) or self.former_life.is_ending
 
     def _note_event_time(self) -> None:
         if self.cache.events is not None:

@@ -6,7 +6,7 @@ A manager with a block directory starts with the cache of its former life. Two t
   another one, or none ever known, means an empty start.
 * whether GPU steps of the former life still run: until each client of that life has registered again (which it does
   only when none of its steps runs), or has been silent for its lease and a grace, no block that was in use may be
-  written to. Restored blocks can be hit all the while.
+  written to. Restored blocks can be hit all the while. Then they are let go in slices, so that nobody waits for that.
 
 The engine calls everything here under its lock.
 """
@@ -26,7 +26,7 @@ import numpy as np
 
 from radixpool.radix import RadixCache
 from radixpool.radix.persistence import Persistence
-from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
+from radixpool.radix.rebuild import lift_fence, restore_blocks
 from radixpool.radix.restore import plan_restore
 from radixpool.rpc.directory import BlockDirectory
 from radixpool.rpc.directory.file import NEW
@@ -106,6 +106,11 @@ class FormerLife:
         """Whether no block is fenced for the former life's sake any more."""
         return True
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the fence is being lifted, a slice with each `poll`."""
+        return False
+
     def restore(self, cache: RadixCache) -> None:
         """Fill a new cache with what the former life had committed. Raises DirectoryDamaged."""
 
@@ -128,7 +133,7 @@ class FormerLife:
         """Learn that the last block of a client of this life came back."""
 
     def poll(self) -> None:
-        """End the former life when its time is over. O(1) until then."""
+        """End the former life when its time is over, a slice at a time. O(1) until then."""
 
     def check(self, cache: RadixCache) -> None:
         """Prove that what is recorded is what `cache` holds. Raises InvariantViolation."""
@@ -150,6 +155,7 @@ class RecordedLife(FormerLife):
         self._awaited = directory.clients.processes()
         self._fenced: RadixCache | None = None
         self._awaits_pool = False
+        self._is_ending = False
 
     @property
     def persistence(self) -> Persistence:
@@ -180,6 +186,11 @@ class RecordedLife(FormerLife):
     def is_over(self) -> bool:
         """Whether every client of the former life has come back or was waited out."""
         return self._fenced is None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether nobody is waited for any more, and blocks are still fenced."""
+        return self._is_ending
 
     def restore(self, cache: RadixCache) -> None:
         """Scan the directory and rebuild the tree: everything stays fenced until the former life is over.
@@ -246,6 +257,7 @@ class RecordedLife(FormerLife):
         self._directory.clear()
         self._directory.set_generation(generation)
         self._fenced = None
+        self._is_ending = False
         self._wait_no_longer()
 
     def set_generation(self, generation: int) -> None:
@@ -265,7 +277,10 @@ class RecordedLife(FormerLife):
             self._directory.clients.discard(client_id)
 
     def poll(self) -> None:
-        """Wait no longer for clients that are dead, or whose lease and grace are over. O(clients waited for)."""
+        """Wait no longer for clients that are dead, or whose lease and grace are over; lift a slice of the fence.
+
+        O(clients waited for), and at most one slice of `lift_fence`.
+        """
         if self._fenced is None:
             return
         for client_id, process in list(self._awaited.items()):
@@ -293,10 +308,13 @@ class RecordedLife(FormerLife):
         self._directory.clients.discard(client_id)
 
     def _end_if_alone(self) -> None:
-        if self._fenced is not None and not self._awaited and not self._directory.clients.num_unreadable:
-            fenced, self._fenced = self._fenced, None
+        if self._fenced is None or self._awaited or self._directory.clients.num_unreadable:
+            return
+        if not self._is_ending:
+            self._is_ending = True
             self._directory.set_lease_ttl_ms(self._lease_ttl_ms)
-            fenced.remove_worker(FORMER_INCARNATION)
+        if not lift_fence(self._fenced):
+            self._fenced, self._is_ending = None, False
 
 
 def _mark(process: cache_pb2.ProcessIdentity | None) -> ProcessMark | None:

@@ -13,6 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from radixpool.radix import rebuild
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.rpc.directory import BlockDirectory
 
@@ -84,8 +85,14 @@ def store() -> Callable[..., None]:
 
 
 @pytest.fixture
-def killing() -> Iterator[ModuleType]:
-    """Load the plain module of that name beside this file; what a failed test left of it is removed."""
+def killing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Load the plain module of that name beside this file; what a failed test left of it is removed.
+
+    Fences of a former life are lifted run by run, so that kills and operations come in between.
+    """
+    monkeypatch.setattr(rebuild, "_LEAVES_PER_FENCE", 1)
+    monkeypatch.setattr(rebuild, "_BLOCKS_PER_FENCE", 2)
+    monkeypatch.setattr(rebuild, "FENCES_PER_SLICE", 2)
     name = "radixpool_tests_directory_killing"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "killing.py")

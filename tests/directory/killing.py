@@ -22,7 +22,7 @@ from radixpool.radix.errors import RadixPoolError
 from radixpool.radix.events import EventLog
 from radixpool.radix.media import MediaSpan
 from radixpool.radix.namespace import Namespace
-from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
+from radixpool.radix.rebuild import lift_fence, restore_blocks
 from radixpool.radix.restore import plan_restore
 from radixpool.radix.results import BlockState
 from radixpool.radix.sequence import Sequence
@@ -302,9 +302,14 @@ class KilledManager:
         self._both(complete)
 
     def end_former_life(self) -> None:
+        """Lift one slice of the fence."""
         if self.fenced:
-            self.fenced = False
-            self._both(lambda cache: cache.remove_worker(FORMER_INCARNATION))
+            more = self._both(lift_fence)
+            self.fenced = self.fenced if more is None else more
+
+    def end_fence(self) -> None:
+        while self.fenced:
+            self.end_former_life()
 
     def kill_between_operations(self) -> None:
         self._recover(Snapshot(self.twin))
@@ -312,7 +317,7 @@ class KilledManager:
     def check_eviction_order(self) -> None:
         """With nothing held, a recovered cache evicts the same blocks in the same order as if nothing had happened."""
         self.persistence.arm(-1, 0.0)
-        self.end_former_life()
+        self.end_fence()
         for handle in list(self.handles):
             self.release(handle, after_steps=0)
         self.complete_step()
@@ -321,7 +326,7 @@ class KilledManager:
         order = self.twin.evict(self.num_blocks).blocks.tolist()
         self.directory.close()
         self._start_life()
-        self.end_former_life()
+        self.end_fence()
         assert self.cache.evict(self.num_blocks).blocks.tolist() == order
         self.twin.evict(self.num_blocks)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from radixpool.radix import rebuild
 from radixpool.radix.errors import PoolExhausted, UnknownSequence
 from radixpool.rpc.directory import BlockDirectory, DirectoryDamaged, DirectoryInUse, DirectoryNoSpace
 from radixpool.rpc.errors import Fenced, Recovering
@@ -280,6 +281,31 @@ def test_a_second_kill_before_the_fence_keeps_the_quarantine(loaded: Life, start
     again.register_pool()
     assert again.engine.former_life.report.unwritten_blocks == 0
     assert again.match(1, 2, 3) == 3
+
+
+def test_the_fence_is_lifted_in_slices_by_the_sweep(
+    loaded: Life, start: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million restored runs hold up nobody for longer than a slice; killed in between, the next life waits again."""
+    monkeypatch.setattr(rebuild, "_BLOCKS_PER_FENCE", 1)
+    monkeypatch.setattr(rebuild, "FENCES_PER_SLICE", 1)
+    for _ in range(2):
+        life = start()
+        life.register_pool()
+        life.register("w")
+        former = life.engine.former_life
+        assert former.is_ending and not former.is_over
+        waiting = [life.quarantined]
+        while life.engine.sweep():
+            life.engine.check()
+            waiting.append(life.quarantined)
+            if len(waiting) == 2:
+                break
+    assert life.match(1, 2, 3) == 3
+    while life.engine.sweep():
+        life.engine.check()
+    assert former.is_over and not former.is_ending
+    assert (life.quarantined, life.free) == (0, NUM_BLOCKS - 3)
 
 
 def test_old_handles_and_epochs_are_fenced(loaded: Life, start: Callable[..., Life]) -> None:

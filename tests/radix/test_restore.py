@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixpool.radix.cache import RadixCache
-from radixpool.radix.errors import PoolExhausted
+from radixpool.radix.errors import EventsLost, PoolExhausted
 from radixpool.radix.events import EventLog
+from radixpool.radix.eviction import available_policies
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
-from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
+from radixpool.radix.rebuild import FORMER_INCARNATION, lift_fence, restore_blocks
 from radixpool.radix.restore import ORPHAN, ROOT, LooseBlocks, RestorePlan, plan_restore
 
 BLOCK_SIZE = 2
@@ -51,9 +53,23 @@ def loose_blocks(
     )
 
 
+class Run(NamedTuple):
+    parent: int
+    namespace: int
+    media: int
+    end: int
+    last_use: int
+    tokens: bytes
+    blocks: bytes
+
+
+def runs_of(plan: RestorePlan) -> list[Run]:
+    return [Run(*run) for run in zip(*plan.runs(), strict=True)]
+
+
 def shape(plan: RestorePlan) -> list[tuple[list[int], int, int]]:
     """The runs as (block ids, number of the parent run, last use)."""
-    return [(np.frombuffer(run.blocks, "<i4").tolist(), run.parent, run.last_use) for run in plan.runs()]
+    return [(np.frombuffer(run.blocks, "<i4").tolist(), run.parent, run.last_use) for run in runs_of(plan)]
 
 
 def test_nothing_gives_an_empty_plan() -> None:
@@ -85,7 +101,7 @@ def test_an_ancestor_is_as_recent_as_its_most_recent_descendant() -> None:
 
 def test_namespaces_are_separate_trees_with_equal_content() -> None:
     plan = plan_restore(loose_blocks([ROOT, ROOT, 0], tokens=[5, 5, 6], namespaces=[1, 2, 1]))
-    assert [(run.namespace, run.parent) for run in plan.runs()] == [(1, ROOT), (2, ROOT)]
+    assert [(run.namespace, run.parent) for run in runs_of(plan)] == [(1, ROOT), (2, ROOT)]
     assert plan.dropped.size == 0
 
 
@@ -140,7 +156,7 @@ def test_the_plan_is_what_a_naive_reader_finds(loose: LooseBlocks) -> None:
     expected = naive(loose)
     paths: list[tuple[int, ...]] = []
     found = {}
-    for run in plan.runs():
+    for run in runs_of(plan):
         path = paths[run.parent] if run.parent >= 0 else ()
         for token, block in zip(
             np.frombuffer(run.tokens, "<u4")[::BLOCK_SIZE], np.frombuffer(run.blocks, "<i4"), strict=True
@@ -224,6 +240,36 @@ def test_eviction_takes_blocks_in_the_order_of_last_use(loose: LooseBlocks) -> N
     assert len(order) == len(by_block)
 
 
+def test_the_fence_is_lifted_in_slices_the_least_recently_used_first() -> None:
+    """No slice takes longer than its limit, and what it lets go can be evicted at once."""
+    n = 3000
+    loose = loose_blocks([ROOT] * n, last_uses=list(range(n, 0, -1)))
+    unwritten = np.arange(4000, 4000 + 40_000, dtype=np.int32)
+    cache = restored(loose, quarantined=unwritten, num_blocks=44_000)
+    free, seen = cache.stats().free_blocks, []
+    while lift_fence(cache):
+        cache.check()
+        seen.append((cache.stats().cached_blocks, cache.stats().free_blocks - free))
+        assert cache.evict(1).blocks.tolist() == [10 + n - len(seen)], "the oldest that is left"
+        free += 1
+        assert not cache.workers(), "nothing new waits for it"
+    assert seen == [(1024, 0), (2047, 0), (2998, 0)]
+    cache.check()
+    stats = cache.stats()
+    assert (stats.quarantined_blocks, stats.cached_blocks, stats.free_blocks) == (0, n - 3, 44_000 - n + 3)
+
+
+def test_a_path_in_use_while_the_fence_is_lifted_stays_whole() -> None:
+    cache = restored(loose_blocks([ROOT, 0, 0, 2]))
+    one = cache.acquire([0, 0, 1, 0, 9])
+    assert not lift_fence(cache)
+    cache.check()
+    assert (cache.stats().held_blocks, cache.stats().cached_blocks) == (3, 2)
+    cache.release(one)
+    cache.check()
+    assert cache.evict(32).num_blocks == 4
+
+
 def test_the_clock_goes_on_after_the_latest_use() -> None:
     cache = restored(loose_blocks([ROOT, ROOT], last_uses=[40, 7]))
     assert cache.stats().tick == 40
@@ -278,6 +324,30 @@ def test_restored_runs_are_told_as_events() -> None:
     snapshot = [(run.namespace, run.parent, run.start, run.tokens, run.blocks) for run in cache.snapshot().stored]
     assert sorted(told, key=repr) == sorted(snapshot, key=repr)
     assert len(told) == 4
+
+
+def test_more_restored_runs_than_the_log_keeps_are_lost_like_any_events() -> None:
+    cache = RadixCache(num_blocks=32, block_size=BLOCK_SIZE, events=EventLog(capacity=2))
+    restore_blocks(cache, plan_restore(loose_blocks([ROOT] * 5)), namespaces=NAMESPACES, media={}, quarantined=NONE)
+    assert cache.events.last_seq == 5
+    assert [(event.seq, event.blocks[0]) for event in cache.events.since(3)] == [(4, 13), (5, 14)]
+    with pytest.raises(EventsLost):
+        cache.events.since(2)
+
+
+@pytest.mark.parametrize("policy", sorted(available_policies()))
+def test_every_policy_takes_over_what_is_restored(policy: str) -> None:
+    cache = RadixCache(num_blocks=32, block_size=BLOCK_SIZE, policy=policy)
+    loose = loose_blocks([ROOT, 0, 1, 1, ROOT], last_uses=[1, 1, 2, 4, 3])
+    restore_blocks(cache, plan_restore(loose), namespaces=NAMESPACES, media={}, quarantined=NONE)
+    cache.check()
+    assert not lift_fence(cache)
+    cache.check()
+    cache.release(cache.acquire([0, 0, 1, 0, 3, 0, 7]))
+    cache.check()
+    cache.evict(32)
+    assert (cache.stats().evicted_blocks, cache.stats().free_blocks) == (5, 32)
+    cache.check()
 
 
 def test_restored_blocks_count_against_their_tenants_quota() -> None:

@@ -2,25 +2,26 @@
 
     python bench/end_to_end.py                      SmolLM2-135M on the CPU, about five minutes
     python bench/end_to_end.py --model DIR --json out.json
+    python bench/end_to_end.py --device cuda        on a GPU, in bfloat16
 
 Three questions, each with medians and quartiles over repeats whose cases alternate:
   ttft     time to the first token against prompt length and the share of it that is cached
-  decode   time of a decode step against batch size, and how much of it is model, cache and engine
+  decode   time of a decode step against batch size, and how much of it is model, cache and engine; the sequences share
+           a long system prompt, or have one each of the same length
   session  the cache's part of a decode step over a manager's session, against the same in this process
 
-Times of the engine are CPU time of its thread (the model runs on it alone), so that a busy machine does not count;
-those of the session are wall time, because other processes do the work.
+Times of the engine on the CPU are CPU time of its thread (the model runs on it alone), so that a busy machine does not
+count; those on a GPU and those of the session are wall time, because others do the work.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from radixpool import Namespace, RadixCache
+from radixpool.rpc.cli.device_option import device_option, dtype_option, pool_dtype
 from radixpool.rpc.client import Client
 from radixpool.rpc.demo.supervisor import Supervisor
 from radixpool.rpc.generation import GenerateTokens, SamplingParams
 from radixpool.rpc.operations import Acquire, Commit, Extend, Operation, Release
+from radixpool.rpc.pool.device import Device
 from radixpool.rpc.pool.tensors import private_pool
 from radixpool.rpc.pool_types import KvDtype
 from radixpool.rpc.worker.cache_port import CachePort, LocalPort
@@ -46,15 +49,43 @@ from radixpool.rpc.worker.model_source import find_model, pool_spec_for
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 1024
-PROMPT_TOKENS = (256, 1024, 2048)
 CACHED_SHARES = (0.0, 0.5, 1.0)
-BATCH_SIZES = (1, 4, 16)
-DECODE_CONTEXT = 512
-DECODE_STEPS = 12
 SESSION_BATCHES = (1, 4, 16, 64)
 SESSION_STEPS = 300
 console = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much a device is given to do. `shared` says whose system prompt is whose, by the name of the case."""
+
+    num_blocks: int
+    prompt_tokens: tuple[int, ...]
+    batches: tuple[int, ...]
+    decode_context: int
+    decode_steps: int
+    token_budget: int
+    shared: dict[str, bool]
+
+
+CPU_SIZES = Sizes(
+    num_blocks=1024,
+    prompt_tokens=(256, 1024, 2048),
+    batches=(1, 4, 16),
+    decode_context=512,
+    decode_steps=12,
+    token_budget=256,
+    shared={"": True},
+)
+GPU_SIZES = Sizes(
+    num_blocks=20_480,
+    prompt_tokens=(1024, 4096, 8000),
+    batches=(1, 16, 64),
+    decode_context=4096,
+    decode_steps=40,
+    token_budget=4096,
+    shared={", one system prompt": True, ", a system prompt each": False},
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,21 +99,23 @@ class Row:
     q1_ms: float
     q3_ms: float
     repeats: int
+    tokens_per_s: float | None = None
 
 
 class Stopwatch:
-    """Add up the CPU time that a wrapped call takes."""
+    """Add up the time that a wrapped call takes, by `clock` in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.spent_ms = 0.0
+        self.clock = clock
 
     def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
-            start = time.thread_time()
+            start = self.clock()
             try:
                 return call(*args, **options)
             finally:
-                self.spent_ms += (time.thread_time() - start) * 1000
+                self.spent_ms += (self.clock() - start) * 1000
 
         return timed
 
@@ -90,29 +123,38 @@ class Stopwatch:
 class Bench:
     """One engine over a cache of this process, with stopwatches around the model and the cache."""
 
-    def __init__(self, model_name: str, prompt_tokens: Sequence[int]) -> None:
+    def __init__(self, model_name: str, device: Device, dtype: KvDtype, sizes: Sizes, graphed_tokens: int) -> None:
         source = find_model(model_name)
-        spec = pool_spec_for(source, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=KvDtype.FLOAT32)
-        runner = ModelRunner(load_model(source), private_pool(spec))
-        port = LocalPort(RadixCache(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
-        self.model, self.cache = Stopwatch(), Stopwatch()
+        spec = pool_spec_for(source, num_blocks=sizes.num_blocks, block_size=BLOCK_SIZE, dtype=dtype)
+        computed_in = getattr(torch, dtype.value) if device.is_cuda else torch.float32
+        model = load_model(source, dtype=computed_in, device=str(device))
+        runner = ModelRunner(model, private_pool(spec, str(device)))
+        if device.is_cuda:
+            if graphed_tokens:
+                runner.capture_graphs(graphed_tokens)
+            runner.warm_up(sizes.token_budget)
+        port = LocalPort(RadixCache(num_blocks=sizes.num_blocks, block_size=BLOCK_SIZE))
+        self.clock = time.perf_counter if device.is_cuda else time.thread_time
+        self.model, self.cache = Stopwatch(self.clock), Stopwatch(self.clock)
         runner.forward = self.model.wrap(runner.forward)  # type: ignore[method-assign]
         port.batch = self.cache.wrap(port.batch)  # type: ignore[method-assign]
         limits = EngineLimits(
-            num_blocks=NUM_BLOCKS,
+            num_blocks=sizes.num_blocks,
             block_size=BLOCK_SIZE,
             context_tokens=source.context_tokens,
             vocab_size=source.vocab_size,
+            token_budget=sizes.token_budget,
         )
         self.engine = Engine(port, runner, limits=limits)
+        self.sizes = sizes
         self.vocab_size = source.vocab_size
-        self.prompt_tokens = [length for length in prompt_tokens if length < source.context_tokens]
-        self.decode_context = min(DECODE_CONTEXT, source.context_tokens // 2)
-        self._draw = random.Random(0)
+        self.prompt_tokens = [length for length in sizes.prompt_tokens if length < source.context_tokens]
+        self.decode_context = min(sizes.decode_context, source.context_tokens // 2)
+        self._draw = np.random.default_rng(0)
         self._salts = map(str, itertools.count())
 
     def tokens(self, count: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-        return np.asarray([self._draw.randrange(100, self.vocab_size) for _ in range(count)], np.uint32)
+        return self._draw.integers(100, self.vocab_size, count, dtype=np.uint32)
 
     def fresh(self) -> Namespace:
         return Namespace(cache_salt=next(self._salts))
@@ -128,15 +170,15 @@ class Bench:
 
     def time_to_first_token(self, tokens: np.ndarray[Any, Any], namespace: Namespace) -> float:
         call = self.submit(tokens, namespace)
-        start = time.thread_time()
-        while not self._has_token(call):
+        start = self.clock()
+        while not self.has_token(call):
             self.engine.step()
-        spent = (time.thread_time() - start) * 1000
+        spent = (self.clock() - start) * 1000
         self.drain()
         return spent
 
     @staticmethod
-    def _has_token(call: GenerateCall) -> bool:
+    def has_token(call: GenerateCall) -> bool:
         while not call.events.empty():
             event = call.events.get()
             if isinstance(event, Exception):
@@ -162,35 +204,42 @@ def measure_ttft(bench: Bench, repeats: int, advance: Callable[[], None]) -> Ite
 
 
 def measure_decode(bench: Bench, repeats: int, advance: Callable[[], None]) -> Iterator[Row]:
-    parts: dict[tuple[int, str], list[float]] = {}
+    parts: dict[tuple[int, str, str], list[float]] = {}
     for _ in range(repeats):
-        for batch in BATCH_SIZES:
-            namespace, prefix = bench.fresh(), bench.tokens(bench.decode_context - 16)
-            for _sequence in range(batch):
-                bench.submit(np.concatenate((prefix, bench.tokens(16))), namespace, DECODE_STEPS + 8)
-            while bench.engine.status().waiting_sequences or bench.engine.status().running_sequences < batch:
-                bench.engine.step()
-            bench.engine.step()
-            for _step in range(DECODE_STEPS - 4):
-                bench.model.spent_ms = bench.cache.spent_ms = 0.0
-                start = time.thread_time()
-                bench.engine.step()
-                whole = (time.thread_time() - start) * 1000
-                rest = whole - bench.model.spent_ms - bench.cache.spent_ms
-                for part, value in (
-                    ("all", whole),
-                    ("model", bench.model.spent_ms),
-                    ("cache", bench.cache.spent_ms),
-                    ("engine", rest),
-                ):
-                    parts.setdefault((batch, part), []).append(value)
-            bench.drain()
+        for batch, (name, shared) in itertools.product(bench.sizes.batches, bench.sizes.shared.items()):
+            for part, value in decode_times(bench, batch, shared=shared):
+                parts.setdefault((batch, name, part), []).append(value)
             advance()
-    for (batch, part), values in parts.items():
-        yield row("decode", f"{batch} sequences of {bench.decode_context} tokens", part, values)
+    for (batch, name, part), values in parts.items():
+        measured = row("decode", f"{batch} sequences of {bench.decode_context} tokens{name}", part, values)
+        speed = 1000 * batch / measured.median_ms if part == "all" else None
+        yield replace(measured, tokens_per_s=speed)
 
 
-def measure_session(advance: Callable[[], None]) -> Iterator[Row]:
+def decode_times(bench: Bench, batch: int, *, shared: bool) -> Iterator[tuple[str, float]]:
+    """Decode with `batch` sequences; what each step took as a whole and in its parts, in milliseconds."""
+    steps, namespace = bench.sizes.decode_steps, bench.fresh()
+    prefix = bench.tokens(bench.decode_context - 16)
+    prefilling = []
+    for _sequence in range(batch):
+        mine = namespace if shared else bench.fresh()
+        prefilling.append(bench.submit(np.concatenate((prefix, bench.tokens(16))), mine, steps + 2 * batch))
+    while prefilling:
+        bench.engine.step()
+        prefilling = [call for call in prefilling if not bench.has_token(call)]
+    for _step in range(steps - 4):
+        bench.model.spent_ms = bench.cache.spent_ms = 0.0
+        start = bench.clock()
+        bench.engine.step()
+        whole = (bench.clock() - start) * 1000
+        yield "all", whole
+        yield "model", bench.model.spent_ms
+        yield "cache", bench.cache.spent_ms
+        yield "engine", whole - bench.model.spent_ms - bench.cache.spent_ms
+    bench.drain()
+
+
+def measure_session(context: int, advance: Callable[[], None]) -> Iterator[Row]:
     """Time what a decode step asks of the cache: one extend a sequence, a commit for one in `BLOCK_SIZE` of them."""
     with Supervisor() as supervisor:
         listen = supervisor.socket_address("manager")
@@ -199,16 +248,16 @@ def measure_session(advance: Callable[[], None]) -> Iterator[Row]:
             local = LocalPort(RadixCache(num_blocks=65536, block_size=BLOCK_SIZE))
             for batch in SESSION_BATCHES:
                 for part, port in (("session", session), ("in process", local)):
-                    yield row("session", f"{batch} sequences", part, list(decode_steps(port, batch)))
+                    yield row("session", f"{batch} sequences", part, list(decode_steps(port, batch, context)))
                 advance()
 
 
-def decode_steps(port: CachePort, batch: int) -> Iterator[float]:
-    handles = [port.batch([Acquire([number] * DECODE_CONTEXT, Namespace())])[0].handle for number in range(batch)]  # type: ignore[union-attr]
+def decode_steps(port: CachePort, batch: int, context: int) -> Iterator[float]:
+    handles = [port.batch([Acquire([number] * context, Namespace())])[0].handle for number in range(batch)]  # type: ignore[union-attr]
     for step in range(SESSION_STEPS):
         operations: list[Operation] = []
         for number, handle in enumerate(handles):
-            length = DECODE_CONTEXT + step
+            length = context + step
             if (length + number) % BLOCK_SIZE == 0:
                 operations.append(Commit(handle, length))
             operations.append(Extend(handle, [step]))
@@ -227,32 +276,54 @@ def row(question: str, case: str, part: str, values: Sequence[float]) -> Row:
 
 
 def show(rows: Sequence[Row]) -> None:
-    table = Table("question", "case", "part", "median ms", "quartiles", "n")
+    table = Table("question", "case", "part", "median ms", "quartiles", "n", "tokens/s")
     for item in rows:
         quartiles = f"{item.q1_ms:,.2f} to {item.q3_ms:,.2f}"
-        table.add_row(item.question, item.case, item.part, f"{item.median_ms:,.2f}", quartiles, str(item.repeats))
+        speed = "" if item.tokens_per_s is None else f"{item.tokens_per_s:,.0f}"
+        table.add_row(
+            item.question, item.case, item.part, f"{item.median_ms:,.2f}", quartiles, str(item.repeats), speed
+        )
     Console().print(table)
 
 
 @click.command(help=__doc__)
 @click.option("--model", default="smollm2", show_default=True)
+@device_option("Where the model runs.")
+@dtype_option
+@click.option(
+    "--graphed-tokens",
+    type=click.IntRange(0),
+    default=256,
+    show_default=True,
+    help="On a GPU: steps of up to so many tokens run as CUDA graphs; 0 for none.",
+)
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(64),
     multiple=True,
-    default=PROMPT_TOKENS,
-    show_default=True,
-    help="Prompt length of the ttft question; may be given several times.",
+    help="Prompt length of the ttft question; may be given several times.  "
+    "[default: 256, 1024, 2048 on the CPU, 1024, 4096, 8000 on a GPU]",
 )
 @click.option("--repeats", type=click.IntRange(2), default=5, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows here too.")
-def main(model: str, prompt_tokens: tuple[int, ...], repeats: int, json_file: Path | None) -> None:
+def main(
+    model: str,
+    device: Device,
+    dtype: str | None,
+    graphed_tokens: int,
+    prompt_tokens: tuple[int, ...],
+    repeats: int,
+    json_file: Path | None,
+) -> None:
     torch.set_num_threads(1)
+    sizes = GPU_SIZES if device.is_cuda else CPU_SIZES
+    if prompt_tokens:
+        sizes = replace(sizes, prompt_tokens=prompt_tokens)
     with Progress(console=console) as progress:
         task = progress.add_task("loading the model", total=None)
-        bench = Bench(model, prompt_tokens)
-        runs = repeats * (len(bench.prompt_tokens) * len(CACHED_SHARES) + len(BATCH_SIZES)) + len(SESSION_BATCHES)
-        progress.update(task, total=runs)
+        bench = Bench(model, device, pool_dtype(dtype, device), sizes, graphed_tokens)
+        cases = len(bench.prompt_tokens) * len(CACHED_SHARES) + len(sizes.batches) * len(sizes.shared)
+        progress.update(task, total=repeats * cases + len(SESSION_BATCHES))
 
         def advance() -> None:
             progress.advance(task)
@@ -261,7 +332,7 @@ def main(model: str, prompt_tokens: tuple[int, ...], repeats: int, json_file: Pa
         for name, measured in (
             ("time to first token", measure_ttft(bench, repeats, advance)),
             ("decode steps", measure_decode(bench, repeats, advance)),
-            ("session", measure_session(advance)),
+            ("session", measure_session(bench.decode_context, advance)),
         ):
             progress.update(task, description=name)
             rows += measured

@@ -4,6 +4,7 @@ The package knows block tables and pools, never the radix tree. `AttentionSpec` 
 plain torch on the CPU, Triton on CUDA; importing this package imports torch and never triton.
 """
 
+from radixpool.kernels.alibi import alibi_slopes
 from radixpool.kernels.device_plan import PlanCapacity
 from radixpool.kernels.ops import (
     apply_rope,
@@ -32,6 +33,7 @@ __all__ = [
     "gather_blocks",
     "RoPE",
     "TreeMask",
+    "alibi_slopes",
     "apply_rope",
     "choose_backend",
 ]

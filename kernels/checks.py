@@ -73,7 +73,7 @@ def check_scale(name: str, scale: float | Tensor | None, pool: Tensor) -> None:
     check_device(name, scale, pool.device)
 
 
-def check_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, sinks: Tensor | None) -> None:
+def check_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan) -> None:
     """Check the arguments of `attend` and `extend` against the plan they were given."""
     spec = plan.spec
     check_pools(k_pool, v_pool)
@@ -90,11 +90,17 @@ def check_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan,
     check_dtype("k_pool", k_pool, (spec.kv_dtype,))
     check_device("q", q, k_pool.device)
     check_device("k_pool", k_pool, torch.device(spec.device))
-    if sinks is not None:
-        check_rank("sinks", sinks, "num_q_heads")
-        check_size("sinks", 0, sinks, spec.num_q_heads, "num_q_heads of the plan")
-        check_dtype("sinks", sinks, (torch.float32,))
-        check_device("sinks", sinks, k_pool.device)
+
+
+def check_by_head(name: str, x: Tensor | None, plan: ForestPlan, pool: Tensor) -> None:
+    """Check a number for each query head, float32 `[num_q_heads]`, if it is given."""
+    if x is None:
+        return
+    check_rank(name, x, "num_q_heads")
+    check_size(name, 0, x, plan.spec.num_q_heads, "num_q_heads of the plan")
+    check_dtype(name, x, (torch.float32,))
+    check_device(name, x, pool.device)
+    check_last_stride(name, x)
 
 
 def check_tree(tree: TreeMask, plan: ForestPlan, q: Tensor) -> None:

@@ -60,9 +60,9 @@ def tile_scores(q, q_odd, k, PAIRS: tl.constexpr):
 
 @triton.jit
 def tile_step(
-    q, q_odd, k, v, cols, stop, limit, row_begin, context, nodes, k_scales, v_scales, qk_scale, soft_cap, top, total,
-    acc, acc_odd, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, TREE: tl.constexpr, LATE_SUM: tl.constexpr,
+    q, q_odd, k, v, cols, stop, limit, row_begin, context, nodes, slope, k_scales, v_scales, qk_scale, soft_cap, top,
+    total, acc, acc_odd, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr, LATE_SUM: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys and values into the running maximum, denominator and output (online softmax)."""
     x = tile_scores(q, q_odd, k, PAIRS)
@@ -71,6 +71,10 @@ def tile_step(
     if CAP:
         # qk_scale is 2 * log2(e) * scale / cap here: tanh(y) = 1 - 2 / (exp(2 y) + 1)
         x = (soft_cap * LOG2E) * (1.0 - 2.0 / (tl.exp2(x * qk_scale) + 1.0))
+        qk_scale = 1.0
+    if ALIBI:
+        # each key's distance behind its query token, which is the last that the row sees
+        x = x * qk_scale + slope[:, None] * (cols[None, :] - (limit - 1)[:, None]).to(tl.float32)
         qk_scale = 1.0
     if MASKED:
         seen = cols[None, :] < tl.minimum(limit, stop)[:, None]
@@ -109,13 +113,13 @@ def tile_step(
 @triton.jit
 def walk_tiles(
     q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, begin, stop, end, limit, row_begin,
-    context, nodes, qk_scale, soft_cap, top, total, acc, acc_odd,
+    context, nodes, slope, qk_scale, soft_cap, top, total, acc, acc_odd,
     stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
     stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr, SAME_STRIDES: tl.constexpr, LATE_SUM: tl.constexpr,
-    EVICT: tl.constexpr,
+    ALIBI: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    LATE_SUM: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens [begin, stop) of one table into the running state; with MASKED they end at `end` <= `stop`."""
     n = tl.arange(0, BN)
@@ -153,8 +157,8 @@ def walk_tiles(
             k_scales = tl.load(ks_ptr, mask=cols < end, other=0.0)
             v_scales = tl.load(vs_ptr, mask=cols < end, other=0.0)
         top, total, acc, acc_odd = tile_step(
-            q, q_odd, k, v, cols, end, limit, row_begin, context, nodes, k_scales, v_scales, qk_scale, soft_cap, top,
-            total, acc, acc_odd, PAIRS, TOKEN_SCALES, CAP, WINDOW, MASKED, TREE, LATE_SUM,
+            q, q_odd, k, v, cols, end, limit, row_begin, context, nodes, slope, k_scales, v_scales, qk_scale, soft_cap,
+            top, total, acc, acc_odd, PAIRS, TOKEN_SCALES, CAP, ALIBI, WINDOW, MASKED, TREE, LATE_SUM,
         )  # fmt: skip
     return top, total, acc, acc_odd
 
@@ -175,7 +179,7 @@ def load_record(record, exists):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def attend_items(
-    Q, K, V, K_SCALE, V_SCALE, NODES, DEPTHS, OUT, LSE, SINKS, scale, v_factor, soft_cap, window,
+    Q, K, V, K_SCALE, V_SCALE, NODES, DEPTHS, SLOPES, OUT, LSE, SINKS, scale, v_factor, soft_cap, window,
     PART, PART_LSE, TABLES, SEQ_LENS, ITEMS, ROWS,
     stride_q_row, stride_q_head, stride_table,
     stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
@@ -183,8 +187,8 @@ def attend_items(
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TILE_DTYPE: tl.constexpr, PAIRS: tl.constexpr, HEAD_SCALES: tl.constexpr, TOKEN_SCALES: tl.constexpr,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Run the items of one program for one KV head; grid (kv_heads, programs).
 
@@ -203,6 +207,9 @@ def attend_items(
     out_scale = v_factor
     if CAP:
         qk_scale = 2.0 * LOG2E * scale / soft_cap
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(SLOPES + q_head) * LOG2E
     if HEAD_SCALES:
         qk_scale = qk_scale * tl.load(K_SCALE + head * stride_ks_head)
         out_scale = out_scale * tl.load(V_SCALE + head * stride_vs_head)
@@ -258,19 +265,19 @@ def attend_items(
             mid = begin + tl.maximum(tl.minimum(all_see, end) - begin, 0) // BN * BN
             top, total, acc, acc_odd = walk_tiles(
                 q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, begin, mid, mid, limit,
-                row_begin, context, nodes,
+                row_begin, context, nodes, slope,
                 qk_scale, soft_cap, top, total, acc, acc_odd,
                 stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
                 stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
-                KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, False, False,
-                SAME_STRIDES, LATE_SUM, EVICT,
+                KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, ALIBI, WINDOW, False,
+                False, SAME_STRIDES, LATE_SUM, EVICT,
             )  # fmt: skip
         top, total, acc, acc_odd = walk_tiles(
             q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, mid, end, end, limit, row_begin,
-            context, nodes, qk_scale, soft_cap, top, total, acc, acc_odd,
+            context, nodes, slope, qk_scale, soft_cap, top, total, acc, acc_odd,
             stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
             stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
-            KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, WINDOW, True, TREE,
+            KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, ALIBI, WINDOW, True, TREE,
             SAME_STRIDES, LATE_SUM, EVICT,
         )  # fmt: skip
         if LATE_SUM:

@@ -1,7 +1,7 @@
 """A plan on the device: one int32 buffer that holds every table of the forest, and the workspace for partial states.
 
-All sections lie in one tensor, so that a plan is one host-to-device copy, and a step that only grows is a small one. With
-a `PlanCapacity` the sections have fixed places and the launch grids fixed sizes; the counts are read on the device.
+All sections lie in one tensor, so that a plan is one host-to-device copy, and a step that only grows a small one. With a
+`PlanCapacity` the sections have fixed places and the launch grids fixed sizes; the counts are read on the device.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class DevicePlan:
             return {name: len(a) for name, a in arrays.items()}
         c = self.capacity
         fixed: dict[str, int] = {
-            "counts": ALIGN, "lens": step_entries(c.max_seqs), "rows": c.max_rows * ROW_RECORD, "merge_rows": c.max_rows,
-            "merge_starts": c.max_rows + 1, "merge_parts": c.max_parts,
+            "counts": ALIGN, "lens": step_entries(c.max_seqs), "rows": c.max_rows * ROW_RECORD,
+            "merge_rows": c.max_rows, "merge_starts": c.max_rows + 1, "merge_parts": c.max_parts,
         }  # fmt: skip
         items = {f"items{h}": (c.max_items + grid) * RECORD for h, grid in self.heights.items()}
         return fixed | items

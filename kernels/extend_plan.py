@@ -79,6 +79,11 @@ def extend_config(spec: AttentionSpec, arch: int) -> ExtendConfig | None:
     return ExtendConfig(page, block_d, block_dv, block_n, min(4, room // step), widen)
 
 
+def plain_only(*, token_scales: bool, tree: bool, alibi: bool) -> bool:
+    """Return whether a call asks for what only the plain kernel does: scales by token, draft trees, ALiBi."""
+    return token_scales or tree or alibi
+
+
 def copies_in_bulk(pool: Tensor) -> bool:
     """Return whether the bulk copy engine can read this pool: 16-byte aligned base and strides."""
     return pool.data_ptr() % 16 == 0 and all(s * pool.element_size() % 16 == 0 for s in pool.stride()[:-1])

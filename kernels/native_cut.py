@@ -123,7 +123,8 @@ def forest_of(out: Array, widths: tuple[int, ...], sizes: Sizes) -> Forest:
     rows, merge_rows, merge_starts, merge_parts, *items = parts
     present = [(h, i) for i, h in enumerate(TILE_ROWS) if sizes.programs[i]]
     return Forest(
-        items={h: items[i].reshape(-1, RECORD) for h, i in present}, programs={h: sizes.programs[i] for h, i in present},
+        items={h: items[i].reshape(-1, RECORD) for h, i in present},
+        programs={h: sizes.programs[i] for h, i in present},
         rows=rows.reshape(-1, ROW_RECORD), merge_rows=merge_rows, merge_starts=merge_starts, merge_parts=merge_parts,
         num_parts=sizes.num_parts, unique_tokens=sizes.unique_tokens, growable=bool(sizes.growable),
         tall=bool(sizes.tall),

@@ -100,8 +100,8 @@ def tensor_kind(x: Any) -> Any:
 def extend(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float | None = None, window: int = 0,
     soft_cap: float = 0.0, sinks: Tensor | None = None, k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None, tree: TreeMask | None = None, out: Tensor | None = None,
-    lse: Tensor | None = None, debug: bool = False,
+    v_scale: float | Tensor | None = None, tree: TreeMask | None = None, alibi_slopes: Tensor | None = None,
+    out: Tensor | None = None, lse: Tensor | None = None, debug: bool = False,
 ) -> Tensor:  # fmt: skip
     """Causal attention of a ragged batch (prefill, extend and decode rows mixed) over the paged pool.
 
@@ -111,7 +111,9 @@ def extend(
     bring no value. fp8 pools: `k_scale`, `v_scale` as in `write_kv`. `lse` float32 `[num_rows, Hq]`, if given,
     receives the natural log of the softmax denominator (a sink counts). A row that sees nothing gives 0 and -inf.
     `tree` makes the query tokens of each sequence nodes of a draft tree: they see the tokens before them all, and of
-    one another only what the mask says; their place for `window` is then their depth.
+    one another only what the mask says; their place for `window` is then their depth. `alibi_slopes` float32 `[Hq]`
+    add `slope * (position of the key - position of the query)` to the scores, after the cap (ALiBi; see
+    `alibi_slopes`); not with a tree.
 
     The KV of the new tokens must already be in the pool. `debug=True` checks all block ids first.
     O(sum of query_len * seq_len * Hq * D) work; each block that several sequences share is read once for all of them.
@@ -122,9 +124,11 @@ def extend(
         raise ValueError(f"window, soft_cap: expected no negative value, got {window}, {soft_cap}")
     kind = (tensor_kind(q), tensor_kind(k_pool), tensor_kind(v_pool), tensor_kind(sinks), tensor_kind(k_scale),
             tensor_kind(v_scale), tensor_kind(out), tensor_kind(lse), tree is None,
-            plan.num_rows)  # fmt: skip
+            tensor_kind(alibi_slopes), plan.num_rows)  # fmt: skip
     if kind not in plan.checked:
-        checks.check_attention(q, k_pool, v_pool, plan, sinks)
+        checks.check_attention(q, k_pool, v_pool, plan)
+        checks.check_by_head("sinks", sinks, plan, k_pool)
+        checks.check_by_head("alibi_slopes", alibi_slopes, plan, k_pool)
         checks.check_scale("k_scale", k_scale, k_pool)
         checks.check_scale("v_scale", v_scale, v_pool)
         checked_output("out", out, q, (*q.shape[:2], plan.spec.v_head_dim), q.dtype)
@@ -132,6 +136,8 @@ def extend(
             checked_output("lse", lse, q, tuple(q.shape[:2]), torch.float32)
         if tree is not None:
             checks.check_tree(tree, plan, q)
+            if alibi_slopes is not None:
+                raise ValueError("alibi_slopes: expected None with a tree: its nodes have no distances in a line")
         if len(plan.checked) >= MAX_KINDS:
             plan.checked.clear()
         plan.checked.add(kind)
@@ -143,6 +149,7 @@ def extend(
     impl.attention(
         q, k_pool, v_pool, plan, scale=1 / math.sqrt(q.shape[2]) if scale is None else scale, window=window,
         soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, kind=kind, tree=tree,
+        alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return out
 

@@ -33,14 +33,20 @@ def gather_sequence(pool: Tensor, table: Tensor, num_tokens: int, scale: float |
 
 
 def attend_row(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, soft_cap: float = 0.0, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attend one query row `[Hq, D]` to `k`, `v` `[n, kv_heads, D]`; return `[Hq, Dv]` and its LSE `[Hq]`."""
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, soft_cap: float = 0.0, sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend one query row `[Hq, D]` to `k`, `v` `[n, kv_heads, D]`; return `[Hq, Dv]` and its LSE `[Hq]`.
+
+    `bias` `[Hq, n]` is added to the scores, after the cap.
+    """
     group = q.shape[0] // k.shape[1]
     kk, vv = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("hd,nhd->hn", q.double(), kk) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias
     extra = torch.full((q.shape[0], 1), -math.inf, dtype=torch.float64) if sinks is None else sinks.double()[:, None]
     lse = torch.logsumexp(torch.cat([scores, extra], 1), 1)
     weights = torch.exp(scores - lse[:, None]) if k.shape[0] else scores
@@ -56,7 +62,7 @@ def tree_positions(nodes: int, context: int, limit: int, window: int) -> Tensor:
 def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, block_tables: Tensor, seq_lens: Tensor, query_lens: Tensor, *,
     scale: float, tree: TreeMask | None = None, window: int = 0, soft_cap: float = 0.0, sinks: Tensor | None = None,
-    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None,
+    k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None, alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal ragged attention over the pool: the result of `extend` and `attend`, in float64."""
     outs, lses, row = [], [], 0
@@ -69,8 +75,9 @@ def attention(
             seen = torch.arange(first, limit)
             if tree is not None:
                 seen = tree_positions(int(tree.nodes[row]), seq_len - query_len, limit, window)
+            bias = None if alibi_slopes is None else alibi_slopes.double()[:, None] * (seen - (limit - 1))
             o, lse = attend_row(
-                q[row], k[seen], v[seen], scale=scale, soft_cap=soft_cap, sinks=sinks
+                q[row], k[seen], v[seen], scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias
             )  # fmt: skip
             outs.append(o)
             lses.append(lse)

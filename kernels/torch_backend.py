@@ -54,9 +54,16 @@ def tree_tile_mask(nodes: Tensor, depths: Tensor, context: int, start: int, wind
     return before | (own & earlier & (node >= 0))
 
 
+def alibi_bias(slopes: Tensor, num_rows: int, context: int, start: int) -> Tensor:
+    """Return float32 `[Hq, num_rows, TILE_TOKENS]`: slope times each key's distance from query token `row`."""
+    row = torch.arange(context, context + num_rows, device=slopes.device)[:, None]
+    pos = torch.arange(start, start + TILE_TOKENS, device=slopes.device)[None, :]
+    return slopes[:, None, None] * (pos - row).float()
+
+
 def attend_one(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, soft_cap: float, sinks: Tensor | None,
-    tree: tuple[Tensor, Tensor] | None = None,
+    tree: tuple[Tensor, Tensor] | None = None, alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend `q` `[Lq, Hq, D]` to one sequence; return float32 `[Lq, Hq, Dv]` and natural-log LSE `[Lq, Hq]`.
 
@@ -82,6 +89,8 @@ def attend_one(
         scores = torch.matmul(grouped, keys.transpose(1, 2)) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
+        if alibi_slopes is not None:
+            scores = scores + alibi_bias(alibi_slopes, len(rows), seq_len - query_len, start).reshape(scores.shape)
         if tree is not None or window or end > seq_len - query_len + 1 or end - start < TILE_TOKENS:
             if tree is None:
                 mask = tile_mask(query_len, seq_len, start, start + TILE_TOKENS, window, q.device)
@@ -106,7 +115,7 @@ def attend_one(
 def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float, window: int, soft_cap: float,
     sinks: Tensor | None, k_scale: float | Tensor | None, v_scale: float | Tensor | None, out: Tensor,
-    lse: Tensor | None, kind: object = None, tree: TreeMask | None = None,
+    lse: Tensor | None, kind: object = None, tree: TreeMask | None = None, alibi_slopes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write causal attention of the planned batch to `out` (and `lse`). O(sum of query_len * seq_len)."""
     for i, blocks_needed in enumerate(plan.blocks_needed.tolist()):
@@ -120,7 +129,10 @@ def attention(
         if tree is not None:
             all_nodes, depths = tree.within(window)
             nodes = all_nodes[start:end], depths[start:end]
-        o, m = attend_one(q[start:end], k, v, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, tree=nodes)
+        o, m = attend_one(
+            q[start:end], k, v, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, tree=nodes,
+            alibi_slopes=alibi_slopes,
+        )  # fmt: skip
         out[start:end] = o.to(out.dtype)
         if lse is not None:
             lse[start:end] = m

@@ -20,7 +20,7 @@ from triton.runtime import driver
 from radixpool.kernels.device_attend import attend_items, merge_partials
 from radixpool.kernels.device_copy import merge_finished, move_blocks, rotate_rows, write_slots
 from radixpool.kernels.extend_path import fast_extend
-from radixpool.kernels.extend_plan import FAST_ROWS
+from radixpool.kernels.extend_plan import FAST_ROWS, plain_only
 from radixpool.kernels.launch import TALL_ROWS, TileConfig, next_power_of_two, uses_pairs
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
@@ -69,6 +69,7 @@ class Features:
     sinks: bool = False
     lse: bool = False
     tree: bool = False
+    alibi: bool = False
     same_strides: bool = True
     pdl: bool = False
 
@@ -89,8 +90,8 @@ def attend_variant(
         "BLOCK_DV": max(16, next_power_of_two(spec.v_head_dim) // per), "BLOCK_SIZE": spec.block_size,
         "BM": tile_rows, "BN": config.block_n, "STAGES": config.num_stages, "TILE_DTYPE": TRITON_DTYPES[tile_dtype],
         "PAIRS": pairs, "HEAD_SCALES": features.head_scales, "TOKEN_SCALES": features.token_scales,
-        "CAP": features.cap, "WINDOW": features.window, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse,
-        "TREE": features.tree,
+        "CAP": features.cap, "ALIBI": features.alibi, "WINDOW": features.window, "HAS_SINKS": features.sinks,
+        "HAS_LSE": features.lse, "TREE": features.tree,
         "SPLIT": config.split and not (features.window or features.token_scales or features.tree),
         "SAME_STRIDES": features.same_strides, "EVICT": evict, "PDL": features.pdl,
     }  # fmt: skip
@@ -178,7 +179,7 @@ class BoundCall:
 def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float, window: int, soft_cap: float,
     sinks: Tensor | None, k_scale: Scale, v_scale: Scale, out: Tensor, lse: Tensor | None, kind: tuple[Any, ...],
-    tree: TreeMask | None = None,
+    tree: TreeMask | None = None, alibi_slopes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch attention for a planned batch; writes all of `out` and `lse`. Calls of one `kind` share their binding."""
     on_device = plan.device_plan
@@ -187,12 +188,13 @@ def attention(
         with torch.cuda.device(q.device):
             attention(
                 q, k_pool, v_pool, plan, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, k_scale=k_scale,
-                v_scale=v_scale, out=out, lse=lse, kind=kind, tree=tree,
+                v_scale=v_scale, out=out, lse=lse, kind=kind, tree=tree, alibi_slopes=alibi_slopes,
             )  # fmt: skip
         return
     k_number, v_number, k_tensor, v_tensor = split_scales(k_scale, v_scale)
     token_scales = k_tensor is not None and k_tensor.ndim == 3
-    fast = None if token_scales or tree is not None else fast_extend(plan, k_pool, v_pool)
+    plain = plain_only(token_scales=token_scales, tree=tree is not None, alibi=alibi_slopes is not None)
+    fast = None if plain else fast_extend(plan, k_pool, v_pool)
     if fast is not None:
         fast.launch(
             q, k_pool, v_pool, out=out, lse=lse, scale=scale * k_number, v_factor=v_number, soft_cap=soft_cap,
@@ -203,7 +205,8 @@ def attention(
     nodes, depths = (dummy, dummy) if tree is None else tree.within(window)
     tensors = (
         q, k_pool, v_pool, dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor, nodes,
-        depths, out, dummy if lse is None else lse, dummy if sinks is None else sinks,
+        depths, dummy if alibi_slopes is None else alibi_slopes, out, dummy if lse is None else lse,
+        dummy if sinks is None else sinks,
     )  # fmt: skip
     numbers = (scale * k_number, v_number, float(soft_cap), window)
     addresses = [t.data_ptr() for t in tensors]
@@ -215,7 +218,7 @@ def attention(
     features = Features(
         head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
         window=window > 0, sinks=sinks is not None, lse=lse is not None, tree=tree is not None,
-        same_strides=k_pool.stride() == v_pool.stride(), pdl=on_device.device.pdl,
+        alibi=alibi_slopes is not None, same_strides=k_pool.stride() == v_pool.stride(), pdl=on_device.device.pdl,
     )  # fmt: skip
     bound = BoundCall(plan, features, tensors, fast_rows=FAST_ROWS if fast else 0)
     bound.first(tensors, numbers, key)

@@ -1,0 +1,167 @@
+"""The C twin of the cut: the same items as numpy's, bit for bit; steps that keep a cut; machines without a compiler."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixpool.kernels import AttentionSpec, forest, native, native_cut
+from radixpool.kernels.launch import DeviceInfo, TileConfig
+
+HEADS = [(8, 8), (8, 2), (9, 3), (32, 8), (48, 1)]
+
+
+def config_of(height, tall):
+    return TileConfig(64, 4, 3, 2 if height < 64 else 1)
+
+
+@pytest.fixture(autouse=True)
+def needs_a_compiler():
+    if native.compiler() is None:
+        pytest.skip("no C compiler: numpy plans alone")
+
+
+@st.composite
+def batches(draw):
+    """Draw tables that branch at random, in chains and in levels, with ragged or equal lengths; decode or prefill."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count, width, block_size = draw(st.integers(0, 40)), draw(st.integers(0, 70)), draw(st.sampled_from([1, 3, 16]))
+    tables = rng.permutation(count * width + 7)[: count * width].reshape(count, width).astype(np.int32)
+    branching = draw(st.floats(0, 1))
+    for row in range(1, count):
+        if rng.random() < branching:
+            parent, depth = rng.integers(0, row), rng.integers(0, width + 1)
+            tables[row, :depth] = tables[parent, :depth]
+    full = width * block_size
+    lens = np.full(count, full) if draw(st.booleans()) else rng.integers(0, full + 1, count)
+    new = np.ones(count) if draw(st.booleans()) else rng.integers(0, draw(st.sampled_from([5, 300])), count)
+    heads = draw(st.sampled_from(HEADS))
+    spec = AttentionSpec(heads[0], heads[1], draw(st.sampled_from([16, 128])), block_size, backend="torch")
+    return tables[rng.permutation(count)], lens.astype(np.int32), new.astype(np.int32), spec
+
+
+def both(tables, lens, new, spec, sms=132, **options):
+    starts = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(new, out=starts[1:])
+    arguments = (np.ascontiguousarray(tables), lens, new, starts, spec, DeviceInfo(90, sms, True), config_of)
+    return forest.build_forest(*arguments, **options), native_cut.build_forest(*arguments, **options)
+
+
+def assert_same(want, got):
+    assert got.programs == want.programs and list(got.items) == list(want.items)
+    for height, items in want.items.items():
+        np.testing.assert_array_equal(got.items[height], items)
+    for name in ("rows", "merge_rows", "merge_starts", "merge_parts"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+        assert getattr(got, name).dtype == np.int32
+    for name in ("num_parts", "unique_tokens", "growable", "tall"):
+        assert getattr(got, name) == getattr(want, name), name
+
+
+@settings(max_examples=400, deadline=None)
+@given(batches(), st.sampled_from([1.0, -1e9, np.inf]), st.sampled_from([1, 4, 132]))
+def test_the_same_cut_bit_for_bit(drawn, gain, sms):
+    assert_same(*both(*drawn, sms, min_gain_bytes=gain))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("shared", [0, 100, 255])
+def test_the_same_cut_of_a_serving_batch(heads, shared):
+    tables = np.random.default_rng(0).permutation(256 * 256).reshape(256, 256).astype(np.int32)
+    tables[:, :shared] = tables[0, :shared]
+    spec = AttentionSpec(*heads, 128, 16, kv_dtype=torch.bfloat16, q_dtype=torch.bfloat16, backend="torch")
+    assert_same(*both(tables, np.full(256, 4096, np.int32), np.ones(256, np.int32), spec))
+
+
+def test_constants_of_the_definition_reach_the_compiled_code(monkeypatch):
+    tables = np.arange(256 * 8, dtype=np.int32).reshape(256, 8)
+    tables[:, :4] = tables[0, :4]
+    batch = tables, np.full(256, 128, np.int32), np.ones(256, np.int32), AttentionSpec(32, 8, 128, 16, backend="torch")
+    before, _ = both(*batch)
+    monkeypatch.setattr(forest, "ITEM_OVERHEAD_BYTES", 2**30)
+    want, got = both(*batch)
+    assert_same(want, got)
+    assert want.unique_tokens > before.unique_tokens
+
+
+KINDS = st.sampled_from(["grow", "grow", "change", "shrink"])
+STEPS = st.lists(st.tuples(st.integers(0, 2**32 - 1), KINDS), max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(count=st.integers(0, 6), width=st.integers(1, 9), block_size=st.sampled_from([1, 4]), steps=STEPS)
+def test_steps_are_told_from_new_batches(count, width, block_size, steps):
+    """Compiled and numpy watches agree, and what they report turns the device's old table into the new one."""
+    rng = np.random.default_rng(width)
+    tables = rng.integers(0, 50, (count, width)).astype(np.int32)
+    lens = rng.integers(0, width * block_size + 1, count).astype(np.int32)
+    options = {"stride": 12, "max_growth": 5, "most": 16}
+    watches = [native_cut.StepWatch(tables.copy(), lens, block_size, **options) for _ in range(2)]
+    device = np.full((count, 12), -9)
+    device[:, :width] = tables
+    planned = lens
+    for seed, kind in steps:
+        rng = np.random.default_rng(seed)
+        width = max(1, width + int(rng.integers(-1, 2)))
+        step = np.full((count, width), 77, np.int32)
+        both_have = min(width, tables.shape[1])
+        step[:, :both_have] = tables[:, :both_have]
+        grown = lens + rng.integers(-1 if kind == "shrink" else 0, 3, count).astype(np.int32)
+        for row in range(count):
+            step[row, -(-int(lens[row]) // block_size) :] = rng.integers(0, 50)
+        if kind == "change" and count:
+            step[rng.integers(count), rng.integers(width)] = 99
+        found = watches[0].changes(step, grown)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native_cut, "library", lambda: None)
+            other = watches[1].changes(step, grown)
+        used = -(-lens // block_size)
+        fits = (
+            width <= 12 and (used <= width).all() and (grown <= width * block_size).all() and (grown >= planned).all()
+            and (grown - planned <= 5).all()
+            and all((step[r, :u] == tables[r, :u]).all() for r, u in enumerate(used.tolist()))
+        )  # fmt: skip
+        assert (found is None) == (other is None)
+        if found is None:
+            assert not fits or sum((step[r, used[r] :] != -7).sum() for r in range(count)) > 16
+            return
+        assert fits
+        np.testing.assert_array_equal(found[0], other[0])
+        np.testing.assert_array_equal(found[1], other[1])
+        device.reshape(-1)[found[0]] = found[1]
+        for row, length in enumerate(grown.tolist()):
+            needed = -(-length // block_size)
+            assert (device[row, :needed] == step[row, :needed]).all()
+        np.testing.assert_array_equal(watches[0].tables, step)
+        tables, lens = step, grown
+
+
+@pytest.mark.parametrize("cc", ["no-such-compiler", "false"])
+def test_without_a_working_compiler_numpy_plans(monkeypatch, tmp_path, caplog, cc):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", cc)
+    if cc == "no-such-compiler":
+        monkeypatch.setenv("PATH", "")
+    native.load.cache_clear()
+    native_cut.library.cache_clear()
+    try:
+        tables = np.arange(64, dtype=np.int32).reshape(4, 16)
+        batch = tables, np.full(4, 200, np.int32), np.ones(4, np.int32), AttentionSpec(8, 2, 32, 16, backend="torch")
+        assert_same(*both(*batch))
+        assert native_cut.library() is None
+        assert "forest_cut.c is not compiled, numpy does its work" in caplog.text
+        assert not list(tmp_path.rglob("*.so"))
+    finally:
+        native.load.cache_clear()
+        native_cut.library.cache_clear()
+
+
+def test_code_is_compiled_once_for_equal_constants(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {name: getattr(forest, name) for name in native_cut.CONSTANTS} | {"TALL_ROWS": 64}
+    first = native.build("forest_cut", constants)
+    written = first.stat().st_mtime_ns
+    assert native.build("forest_cut", constants) == first and first.stat().st_mtime_ns == written
+    assert native.build("forest_cut", constants | {"CUT_TOKENS": 32}) != first
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["forest_cut.so"] * 2

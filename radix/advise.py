@@ -153,7 +153,7 @@ class Advisor:
         num_blocks = len(tokens) // (self._block_size * 4)
         self._observed += 1
         self._observed_blocks += num_blocks
-        if not num_blocks or not self._within_budget():
+        if not num_blocks or (self._budget_s <= 0.0 and not self._find_time()):
             return
         shared = self._groups.look_at(tokens, namespace)
         if shared is None:
@@ -168,8 +168,8 @@ class Advisor:
         self._cpu_seconds += spent
         self._budget_s -= spent
 
-    def _within_budget(self) -> bool:
-        """Tell whether the request may be looked at, and look at as few groups as there was time for if it went."""
+    def _find_time(self) -> bool:
+        """Tell whether a request may be looked at now that the budget was used up, or look at fewer groups."""
         now = self._clock()
         self._budget_s = min(_BURST_S, self._budget_s + self._cpu_share * (now - self._refilled_at))
         self._refilled_at = now

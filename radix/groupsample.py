@@ -9,7 +9,7 @@ are always cached; `look_at` tells how many there are.
 
 from __future__ import annotations
 
-import zlib
+from zlib import crc32
 
 __all__ = ["GroupSample"]
 
@@ -45,23 +45,23 @@ class GroupSample:
         crowd = max(_FIRST_CROWD, self._total * _CROWDED_SHARE)
         key, pos = namespace & 0xFFFFFFFF, 0
         while pos < end:
-            key = zlib.crc32(tokens[pos : pos + stride], key)
+            key = crc32(tokens[pos : pos + stride], key)
             count = counts[key] = counts.get(key, 0) + 1
             if count < crowd:
                 break
-            pos += self._shared_bytes(key, tokens, pos, end)
+            common = self._common.get(key)
+            if common is None or not tokens.startswith(common, pos):
+                common = self._common[key] = self._shared(common, tokens, pos, end)
+            pos += len(common)
         if len(counts) > _MAX_COUNTS:
             self._forget_rare()
         return pos // stride if (key * _GOLDEN & 0xFFFFFFFF) < self.rate * 2.0**32 else None
 
-    def _shared_bytes(self, key: int, tokens: bytes, pos: int, end: int) -> int:
-        """Return how many bytes from `pos` on are common to the crowd `key`, learning from this request."""
-        common = self._common.get(key)
+    def _shared(self, common: bytes | None, tokens: bytes, pos: int, end: int) -> bytes:
+        """Return what a crowd has in common, as far as it was known, after a request that differs from it at `pos`."""
         if common is None:
-            common = self._common[key] = tokens[pos : min(end, pos + _MAX_COMMON_BYTES)]
-        elif not tokens.startswith(common, pos):
-            common = self._common[key] = common[: self._equal_bytes(common, tokens[pos:end])]
-        return len(common)
+            return tokens[pos : min(end, pos + _MAX_COMMON_BYTES)]
+        return common[: self._equal_bytes(common, tokens[pos:end])]
 
     def _equal_bytes(self, one: bytes, other: bytes) -> int:
         """Return the length of the whole blocks that both begin with; the first block is equal by its hash."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from radixpool.rpc.pool.cuda import CudaDevice
 from radixpool.rpc.pool.geometry import pool_shape
+from radixpool.rpc.pool.memory import PoolMemoryError
 from radixpool.rpc.pool_types import PoolSpec
 
 
@@ -36,10 +38,15 @@ class CudaMapping:
 
     def __init__(self, device: CudaDevice, handle: bytes, size_bytes: int) -> None:
         pointer = device.open(handle, size_bytes)
-        weakref.finalize(self, device.close, pointer).atexit = False
+        weakref.finalize(self, _unmap, device, pointer).atexit = False
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3,
         }  # fmt: skip
+
+
+def _unmap(device: CudaDevice, pointer: int) -> None:
+    with contextlib.suppress(PoolMemoryError):  # a GPU that has failed maps nothing any more
+        device.close(pointer)
 
 
 def pool_on_device(mapping: CudaMapping, spec: PoolSpec, index: int) -> KvPool:

@@ -118,8 +118,10 @@ def command(
             stop=stop_on_signals(),
         )
         check_options(options)
-    run_worker(source, options, on_ready=lambda at: announce(_ready(source.name, at), at, ready_fd=ready_fd))
-
-
-def _ready(model: str, address: str) -> str:
-    return f"radixpool worker ready on {address} ({model})"
+    kernels = attention or ("triton" if device.is_cuda else "torch")
+    what = f"{source.name} on {device}, {kernels} attention"
+    run_worker(
+        source,
+        options,
+        on_ready=lambda at: announce(f"radixpool worker ready on {at} ({what})", at, ready_fd=ready_fd),
+    )

@@ -110,6 +110,7 @@ class ModelRunner:
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"no memory for CUDA graphs of {max_rows} tokens: {error}") from error
         except RuntimeError as error:
+            self._wait_for_device()
             log.warning("no CUDA graphs, steps will be slower: %s", error)
             return
         self._graphed_rows = max_rows

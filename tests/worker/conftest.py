@@ -243,13 +243,13 @@ class ProcessSystem:
         common = ["--address", self.address, "--model", self.model]
         return self.supervisor.start(next(self.names), ["pool", *common, *self.pool_options])
 
-    def start_workers(self, count):
+    def start_workers(self, count, *options):
         commands = {}
         for _ in range(count):
             name = next(self.names)
             listen = self.supervisor.socket_address(name)
             common = ["--address", self.address, "--model", self.model, "--listen", listen]
-            commands[name] = ["worker", *common, *self.worker_options]
+            commands[name] = ["worker", *common, *self.worker_options, *options]
         return self.supervisor.start_all(commands)
 
     def generate(self, worker, tokens, n=4, **rest):

@@ -9,7 +9,7 @@ from radixpool.rpc.errors import LimitExceeded
 from radixpool.rpc.generation import FinishReason, SamplingParams
 from radixpool.rpc.operations import Acquire, Acquired, GetBlockTables, Release
 from radixpool.rpc.worker.cache_port import CacheLost
-from radixpool.rpc.worker.errors import InternalError, OutOfMemory
+from radixpool.rpc.worker.errors import DeviceLost, InternalError, OutOfMemory
 
 
 def greedy(n: int, **rest: object) -> SamplingParams:
@@ -247,6 +247,18 @@ def test_a_failed_pass_fails_its_requests_and_no_others(make_harness, answer_of,
     assert answer_of(later).finished
     assert harness.cache.stats().held_blocks == 0
     assert "boom" in caplog.text
+
+
+def test_a_lost_device_is_no_error_of_one_request(make_harness, answer_of):
+    """It ends the engine, which whoever drives it hears; the requests end with it and not one by one."""
+    harness = make_harness()
+    call = harness.submit(range(11))
+    harness.runner.fail_with = [DeviceLost("cuda:0 has failed")]
+    with pytest.raises(DeviceLost):
+        harness.step()
+    assert answer_of(call).error is None
+    harness.engine.fail_all(DeviceLost("cuda:0 has failed"))
+    assert isinstance(answer_of(call).error, DeviceLost)
 
 
 def test_out_of_memory_shrinks_the_step_and_loses_nothing(make_harness, answer_of, expected_tokens):

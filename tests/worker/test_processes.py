@@ -62,6 +62,23 @@ def test_a_frontend_acquires_generates_and_releases(system, generated):
         assert view.tokens.tolist() == prompt + expected
 
 
+def test_our_triton_kernels_give_the_same_tokens_where_they_are_asked_for(system):
+    """On the CPU they run in Triton's interpreter, over the same pool and beside a worker on the torch reference."""
+    (interpreted,) = system.start_workers(1, "--attention", "triton")
+    prompt = random_tokens(45, seed=5)
+    expected = system.generate(system.workers[0], prompt, namespace=Namespace(cache_salt=next(SALTS))).tokens
+    salt = Namespace(cache_salt=next(SALTS))
+    cold = system.generate(interpreted, prompt, namespace=salt)
+    warm = system.generate(interpreted, prompt, namespace=salt)
+    other = system.generate(system.workers[1], prompt, namespace=salt)  # reads what the interpreted kernels wrote
+    assert (cold.cached, warm.cached, other.cached) == (0, 32, 32)
+    assert cold.tokens == warm.tokens == other.tokens == expected
+    assert "on cpu, triton attention" in system.supervisor.log_of(interpreted.name)
+    assert "on cpu, torch attention" in system.supervisor.log_of(system.workers[0].name)
+    interpreted.popen.terminate()
+    assert interpreted.popen.wait(20) == 0
+
+
 def test_requests_beyond_the_pool_wait_and_all_end_well(system):
     prompts = [random_tokens(400) for _ in range(16)]  # 16 * 26 blocks, the pool has 256
     chats = [(Turn(f"chat {number}", 1, np.asarray(prompt, np.uint32)),) for number, prompt in enumerate(prompts)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from radixpool.radix.errors import EventsLost
 from radixpool.radix.namespace import Namespace
@@ -18,8 +19,7 @@ __all__ = ["Cleared", "Event", "EventLog", "Removed", "Snapshot", "Stored"]
 NO_PARENT = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A run of blocks became findable.
 
     Attributes:
@@ -42,8 +42,7 @@ class Stored:
     media: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(NamedTuple):
     """Blocks (packed int32, path order; the last one went first) are not findable any more."""
 
     seq: int
@@ -51,8 +50,7 @@ class Removed:
     blocks: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
+class Cleared(NamedTuple):
     """Nothing stored before is findable in `namespace` (None: anywhere); `generation` counts such clearings."""
 
     seq: int

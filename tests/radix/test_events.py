@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -94,17 +93,17 @@ def test_what_does_not_fit_is_refused_and_nothing_else_lost(letters) -> None:
     index.apply(removed)
     assert len(index) == 1
     block = memoryview(stored.blocks).cast("i")[0]
-    new = replace(stored, seq=3, blocks=(7).to_bytes(4, "little"), tokens=stored.tokens[:8])
+    new = stored._replace(seq=3, blocks=(7).to_bytes(4, "little"), tokens=stored.tokens[:8])
     for bad, message in (
-        (replace(new, parent=6), "parent block 6 is unknown"),
-        (replace(new, parent=7), "block 7 cannot be its own parent"),
-        (replace(new, seq=5), "event 5 follows 2: events are missing"),
+        (new._replace(parent=6), "parent block 6 is unknown"),
+        (new._replace(parent=7), "block 7 cannot be its own parent"),
+        (new._replace(seq=5), "event 5 follows 2: events are missing"),
     ):
         with pytest.raises(ResyncNeeded, match=message):
             index.apply(bad)
         assert (len(index), index.seq) == (1, 2)
-    index.apply(replace(removed, seq=3, blocks=(5).to_bytes(4, "little")))  # a block it never knew
-    index.apply(replace(new, seq=4, parent=block, start=1))
+    index.apply(removed._replace(seq=3, blocks=(5).to_bytes(4, "little")))  # a block it never knew
+    index.apply(new._replace(seq=4, parent=block, start=1))
     assert index.match([97, 98, 97, 98]) == [block, 7]
     index.apply(Cleared(5, Namespace(tenant="nobody"), 1))
     assert len(index) == 2

@@ -5,7 +5,8 @@
 
 The cost is measured side by side: two caches of one process run the same prompts in turns, one with a directory and
 one without, and the ratio is taken turn by turn. A recovery is what a start after `kill -9` does: open, scan the
-records, plan the tree, build it, and end the fence of the former life. Lifecycles and recoveries are in CPU time of one
+records, plan the tree and build it; then, once the former life is over, its fence is lifted in slices, the longest of
+which is how long a call can wait for it. Lifecycles and recoveries are in CPU time of one
 thread, so that a busy machine does not count; single calls are too short for that clock.
 """
 
@@ -33,14 +34,21 @@ from tree_workloads import BLOCK_SIZE, VOCABULARY, WORKLOADS, Workload
 
 from radixpool import RadixCache
 from radixpool.radix.namespace import DEFAULT_NAMESPACE
-from radixpool.radix.rebuild import FORMER_INCARNATION, restore_blocks
+from radixpool.radix.rebuild import lift_fence, restore_blocks
 from radixpool.radix.restore import plan_restore
 from radixpool.rpc.directory import BlockDirectory
 from radixpool.rpc.manager.recovery import collector_paused
 
 TURNS = 7
 RUN_LENGTHS = (1, 4, 32, 256)
-SHAPES = ("workload large", "runs of 256 blocks", "runs of 8 blocks", "runs of 1 block")
+SHAPES = (
+    "workload large",
+    "runs of 256 blocks",
+    "runs of 8 blocks",
+    "runs of 1 block",
+    "a fork at every block",
+    "paths of 1,000 runs of 1 block",
+)
 
 
 @contextmanager
@@ -122,23 +130,33 @@ def fill(directory: BlockDirectory, shape: str, seed: int, num_blocks: int) -> N
         large = WORKLOADS["large"]
         run_lifecycles(cache, large.prompts(seed), large.fill * num_blocks // large.num_blocks)
         return
-    length = int(shape.split()[2])
     rng = np.random.default_rng(seed)
     blocks: npt.NDArray[np.int64] = rng.permutation(num_blocks)
+    length = int(shape.split()[2]) if shape.startswith("runs") else 1
     directory.prepare(DEFAULT_NAMESPACE)
-    parent = int(blocks[0])
     for start in range(0, num_blocks, length):
         run = blocks[start : start + length]
+        parent, position, last_use = hung_on(shape, start, rng)
         tokens = rng.integers(0, VOCABULARY, run.size * BLOCK_SIZE, dtype="<u4").tobytes()
         directory.handed_out(run)
         directory.stored(
             run,
             tokens,
-            parent=-1 if start == 0 else parent,
-            position=0 if start == 0 else 1,
+            parent=int(blocks[parent]) if parent >= 0 else -1,
+            position=position,
             namespace=DEFAULT_NAMESPACE,
-            last_use=int(rng.integers(1, num_blocks)),
+            last_use=last_use,
         )
+
+
+def hung_on(shape: str, index: int, rng: np.random.Generator) -> tuple[int, int, int]:
+    """Return parent (index of a block, or -1), position and last use of the run that begins with block `index`."""
+    if shape == "a fork at every block":
+        return (index + 1) // 2 - 1, (index + 1).bit_length() - 1, int(rng.integers(1, 1 << 30))
+    if shape.startswith("paths"):  # read to a different depth each time, so that no two blocks have one last use
+        position = index % 1_000
+        return index - 1 if position else -1, position, (1 << 30) - index
+    return (-1, 0, 1) if index == 0 else (0, 1, int(rng.integers(1, 1 << 30)))
 
 
 def measure_recovery(shape: str, seed: int, folder: str | None, num_blocks: int) -> Row:
@@ -159,17 +177,30 @@ def measure_recovery(shape: str, seed: int, folder: str | None, num_blocks: int)
         with collector_paused():
             restore_blocks(cache, plan, namespaces=scan.namespaces(), media=scan.keys, quarantined=scan.private)
         marks.append(time.thread_time())
-        cache.remove_worker(FORMER_INCARNATION)
-        marks.append(time.thread_time())
+        slices = list(lift_in_slices(cache))
         restored = cache.stats().tree_blocks
         directory.close()
     finally:
         gc.unfreeze()
         shutil.rmtree(path.parent)
     steps = np.diff(marks) * 1e6 / restored
-    names = ("scan_s", "plan_s", "build_s", "unfence_s")
-    row: Row = {name: float(step) for name, step in zip(names, steps, strict=True)}
-    return row | {"total_s_per_million": float(steps.sum()), "runs": plan.num_runs, "restored_blocks": restored}
+    row: Row = {name: float(step) for name, step in zip(("scan_s", "plan_s", "build_s"), steps, strict=True)}
+    return row | {
+        "total_s_per_million": float(steps.sum()),
+        "unfence_s_per_million": sum(slices) * 1e6 / restored,
+        "longest_slice_ms": max(slices) * 1e3,
+        "runs": plan.num_runs,
+        "restored_blocks": restored,
+    }
+
+
+def lift_in_slices(cache: RadixCache) -> Iterator[float]:
+    """Lift the fence of the former life; yield the seconds that each slice takes."""
+    more = True
+    while more:
+        start = time.thread_time()
+        more = lift_fence(cache)
+        yield time.thread_time() - start
 
 
 @click.command(help=__doc__)

@@ -20,7 +20,7 @@ from radixpool.radix.fences import FencedCore
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.node import Node
 from radixpool.radix.quarantine import NO_STEP
-from radixpool.radix.restore import RestorePlan
+from radixpool.radix.restore import RestorePlan, latest_below
 from radixpool.radix.state import _last_block
 
 __all__ = ["FORMER_INCARNATION", "lift_fence", "restore_blocks"]
@@ -28,7 +28,7 @@ __all__ = ["FORMER_INCARNATION", "lift_fence", "restore_blocks"]
 FORMER_INCARNATION: Final = "(former incarnation)"
 """Name of the worker that stands for everybody who may still use blocks of the former incarnation."""
 _FENCE: Final = {FORMER_INCARNATION: NO_STEP}
-_LEAVES_PER_FENCE: Final = 256
+_RUNS_PER_FENCE: Final = 256
 _BLOCKS_PER_FENCE: Final = 16_384
 """What becomes usable at once when one fence of the former incarnation is lifted."""
 FENCES_PER_SLICE: Final = 4
@@ -56,9 +56,9 @@ def restore_blocks(
     cache._quarantine.add_worker(FORMER_INCARNATION, -1)
     cache._free = cache._free[:0]
     cache._free.frombytes(free.astype(np.uint32).tobytes())
-    leaves = _attach_runs(cache, plan, namespaces, media)
-    if leaves:
-        _fence(cache, leaves, plan.loose.blocks.size)
+    nodes = _attach_runs(cache, plan, namespaces, media)
+    if nodes:
+        _fence(cache, nodes, plan)
         cache._tick = int(plan.loose.last_uses.max())
     for first in range(0, quarantined.size, _BLOCKS_PER_FENCE):
         part = quarantined[first : first + _BLOCKS_PER_FENCE].astype(np.int32).tobytes()
@@ -95,7 +95,7 @@ def _others(cache: FencedCore, plan: RestorePlan, quarantined: npt.NDArray[np.in
 def _attach_runs(
     cache: FencedCore, plan: RestorePlan, namespaces: Mapping[int, Namespace], media: Mapping[int, bytes]
 ) -> list[Node]:
-    """Make a node per run, unheld, fenced by its children. Return those without any, least recently used first."""
+    """Make a node per run, unheld, fenced once by each of its children; once where there are none."""
     roots = {
         number: cache._roots.setdefault(namespaces[number], cache._root(namespaces[number]))
         for number in np.unique(plan.loose.namespaces).tolist()
@@ -121,10 +121,7 @@ def _attach_runs(
         keep(node)
     _count(cache, nodes)
     _tell(cache, nodes)
-    leaves = np.flatnonzero(num_children == 0)
-    times = plan.loose.last_uses[plan.starts[leaves]]
-    # Ties of one plan keep their order, so that replicas agree.
-    return [nodes[i] for i in leaves[np.argsort(times, kind="stable")].tolist()]
+    return nodes
 
 
 def _count(cache: FencedCore, nodes: list[Node]) -> None:
@@ -149,11 +146,30 @@ def _tell(cache: FencedCore, nodes: list[Node]) -> None:
         events.stored(node.root.namespace, _last_block(parent), parent.end, node.key, node.blocks, node.media)
 
 
-def _fence(cache: FencedCore, leaves: list[Node], num_blocks: int) -> None:
-    """Fence every path to a leaf: a leaf once by the former incarnation, any other node once by each child."""
+def _fence(cache: FencedCore, nodes: list[Node], plan: RestorePlan) -> None:
+    """Fence every path to a leaf: a leaf once by the former incarnation, any other node once by each child.
+
+    A leaf's fence ends together with those of the ancestors that have no other leaf left, so leaves are put together
+    by how many of these they have.
+    """
+    num_blocks = plan.loose.blocks.size
     cache._tree_blocks += num_blocks
-    cache._odd += len(leaves)
     cache._quarantine.node_blocks += num_blocks
-    for first in range(0, len(leaves), _LEAVES_PER_FENCE):
-        part = leaves[first : first + _LEAVES_PER_FENCE]
-        cache._quarantine.wait(_FENCE, len(part), partial(cache._unfence_leaves, part), part)
+    leaves, runs = _by_last_use(plan)
+    cache._odd += leaves.size
+    part = (np.cumsum(runs) - 1) // _RUNS_PER_FENCE
+    for group in np.split(leaves, np.flatnonzero(np.diff(part)) + 1):
+        fenced = [nodes[i] for i in group.tolist()]
+        cache._quarantine.wait(_FENCE, len(fenced), partial(cache._unfence_leaves, fenced), fenced)
+
+
+def _by_last_use(plan: RestorePlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the leaves, least recently used first, and for each how many runs end with it: it and its ancestors."""
+    parents = np.where(plan.run_parents < 0, plan.num_runs, plan.run_parents)
+    leaves = np.setdiff1d(np.arange(plan.num_runs), parents, assume_unique=False)
+    # Ties of one plan keep their order, so that replicas agree.
+    leaves = leaves[np.argsort(plan.loose.last_uses[plan.starts[leaves]], kind="stable")]
+    rank = np.zeros(plan.num_runs, dtype=np.int64)
+    rank[leaves] = np.arange(leaves.size)
+    last_leaf = np.maximum(rank, latest_below(parents, rank))
+    return leaves, np.bincount(last_leaf, minlength=leaves.size)

@@ -90,7 +90,7 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
     Fences of a former life are lifted run by run, so that kills and operations come in between.
     """
-    monkeypatch.setattr(rebuild, "_LEAVES_PER_FENCE", 1)
+    monkeypatch.setattr(rebuild, "_RUNS_PER_FENCE", 1)
     monkeypatch.setattr(rebuild, "_BLOCKS_PER_FENCE", 2)
     monkeypatch.setattr(rebuild, "FENCES_PER_SLICE", 2)
     name = "radixpool_tests_directory_killing"

@@ -25,7 +25,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixpool.kernels.cache_hints import options_with_hint
 from radixpool.kernels.device_attend import UNSPECIALISED, attend_items, merge_partials
 from radixpool.kernels.extend_path import gluon_launcher
 from radixpool.kernels.extend_plan import extend_config
@@ -112,9 +111,7 @@ def resources_of(ptx: str, arch: int) -> tuple[int, int]:
 def compile_source(name: str, source: ASTSource, arch: int, options: dict[str, Any]) -> BuiltKernel:
     """Compile one kernel for `sm_<arch>`; needs no GPU."""
     start = time.perf_counter()
-    target = GPUTarget("cuda", arch, 32)
-    kernel = triton.compile(source, target=target, options=options)
-    kernel = triton.compile(source, target=target, options=options_with_hint(kernel, options))
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spills = resources_of(kernel.asm["ptx"], arch)
     return BuiltKernel(name, time.perf_counter() - start, registers, spills, kernel.metadata.shared, kernel.asm)
 

@@ -119,7 +119,7 @@ def walk_tiles(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr,
     ALIBI: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    LATE_SUM: tl.constexpr, EVICT: tl.constexpr,
+    LATE_SUM: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens [begin, stop) of one table into the running state; with MASKED they end at `end` <= `stop`."""
     n = tl.arange(0, BN)
@@ -141,14 +141,14 @@ def walk_tiles(
         v_ptr = V + v_offset[:, None] + dv[None, :]
         if MASKED:
             live = cols < end
-            k = tl.load(k_ptr, mask=live[:, None] & (d < D)[None, :], other=0.0, eviction_policy=EVICT)
-            v = tl.load(v_ptr, mask=live[:, None] & (dv < DV)[None, :], other=0.0, eviction_policy=EVICT)
+            k = tl.load(k_ptr, mask=live[:, None] & (d < D)[None, :], other=0.0)
+            v = tl.load(v_ptr, mask=live[:, None] & (dv < DV)[None, :], other=0.0)
         elif D == BLOCK_D and DV == BLOCK_DV:
-            k = tl.load(k_ptr, eviction_policy=EVICT)
-            v = tl.load(v_ptr, eviction_policy=EVICT)
+            k = tl.load(k_ptr)
+            v = tl.load(v_ptr)
         else:
-            k = tl.load(k_ptr, mask=(d < D)[None, :], other=0.0, eviction_policy=EVICT)
-            v = tl.load(v_ptr, mask=(dv < DV)[None, :], other=0.0, eviction_policy=EVICT)
+            k = tl.load(k_ptr, mask=(d < D)[None, :], other=0.0)
+            v = tl.load(v_ptr, mask=(dv < DV)[None, :], other=0.0)
         k_scales = 1.0
         v_scales = 1.0
         if TOKEN_SCALES:
@@ -188,7 +188,7 @@ def attend_items(
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TILE_DTYPE: tl.constexpr, PAIRS: tl.constexpr, HEAD_SCALES: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
+    HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Run the items of one program for one KV head; grid (kv_heads, programs).
 
@@ -270,7 +270,7 @@ def attend_items(
                 stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
                 stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
                 KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, ALIBI, WINDOW, False,
-                False, SAME_STRIDES, LATE_SUM, EVICT,
+                False, SAME_STRIDES, LATE_SUM,
             )  # fmt: skip
         top, total, acc, acc_odd = walk_tiles(
             q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, mid, end, end, limit, row_begin,
@@ -278,7 +278,7 @@ def attend_items(
             stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
             stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
             KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, ALIBI, WINDOW, True, TREE,
-            SAME_STRIDES, LATE_SUM, EVICT,
+            SAME_STRIDES, LATE_SUM,
         )  # fmt: skip
         if LATE_SUM:
             total = tl.sum(total, 1)

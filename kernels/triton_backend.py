@@ -21,7 +21,7 @@ from radixpool.kernels.device_attend import attend_items, merge_partials
 from radixpool.kernels.device_copy import merge_finished, move_blocks, rotate_rows, write_slots
 from radixpool.kernels.extend_path import fast_extend
 from radixpool.kernels.extend_plan import FAST_ROWS, plain_only
-from radixpool.kernels.launch import TALL_ROWS, TileConfig, next_power_of_two, uses_pairs
+from radixpool.kernels.launch import TileConfig, next_power_of_two, uses_pairs
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
 from radixpool.kernels.spec import AttentionSpec
@@ -82,8 +82,6 @@ def attend_variant(
     fp8 = spec.kv_dtype == torch.float8_e4m3fn
     tile_dtype = torch.float32 if INTERPRETED else torch.float16 if fp8 else spec.q_dtype
     per = 2 if pairs else 1
-    # The KV of narrow tiles is read once; tall ones share theirs with other tiles of the same prefix.
-    evict = "evict_first" if tile_rows < TALL_ROWS else ""
     constants = {
         "HQ": spec.num_q_heads, "G": spec.group_size, "D": spec.head_dim, "DV": spec.v_head_dim,
         "BLOCK_D": max(16, next_power_of_two(spec.head_dim) // per),
@@ -93,7 +91,7 @@ def attend_variant(
         "CAP": features.cap, "ALIBI": features.alibi, "WINDOW": features.window, "HAS_SINKS": features.sinks,
         "HAS_LSE": features.lse, "TREE": features.tree,
         "SPLIT": config.split and not (features.window or features.token_scales or features.tree),
-        "SAME_STRIDES": features.same_strides, "EVICT": evict, "PDL": features.pdl,
+        "SAME_STRIDES": features.same_strides, "PDL": features.pdl,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers:

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from radixpool.kernels.cache_hints import options_with_hint
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -31,7 +29,7 @@ def specialisation(value: Any) -> Any:
 class KernelVariant:
     """A `@triton.jit` function with its compile-time arguments and options fixed. Run-time arguments come first."""
 
-    __slots__ = ("compiled", "constants", "function", "hinted", "options", "values")
+    __slots__ = ("compiled", "constants", "function", "options", "values")
 
     def __init__(self, function: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
         self.function, self.constants = function, constants
@@ -39,17 +37,12 @@ class KernelVariant:
         names = function.arg_names
         self.values = tuple(constants[name] for name in names[len(names) - len(constants) :])
         self.compiled: dict[Any, Any] = {}
-        self.hinted: dict[str, dict[str, Any]] = {}  # compiler options with cache hints, by the kernel without them
 
     def kernel_for(self, arguments: tuple[Any, ...], kind: Any) -> Any:
         """Return the kernel compiled for these arguments; `kind` tells apart what `specialisation` of them would."""
         kernel = self.compiled.get(kind)
         if kernel is None:
             kernel = self.function.warmup(*arguments, grid=(1,), **self.constants, **self.options)
-            if kernel.hash not in self.hinted:
-                self.hinted[kernel.hash] = options_with_hint(kernel, self.options)
-            if self.hinted[kernel.hash] is not self.options:
-                kernel = self.function.warmup(*arguments, grid=(1,), **self.constants, **self.hinted[kernel.hash])
             self.compiled[kind] = kernel
         return kernel
 

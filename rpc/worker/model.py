@@ -94,10 +94,12 @@ class ModelRunner:
             self.capture_graphs(self._graphed_rows)
 
     def capture_graphs(self, max_rows: int) -> None:
-        """Run steps of up to `max_rows` tokens as CUDA graphs from now on. Seconds; on a GPU only.
+        """Run steps of up to `max_rows` tokens as CUDA graphs from now on. Seconds; with Triton kernels on a GPU only.
 
         A model whose forward pass cannot be captured runs without, which the log says.
         """
+        if self._attention.backend != "triton" or self._device.type != "cuda":
+            raise ValueError(f"graphs need Triton kernels on a GPU, got {self._attention.backend} on {self._device}")
         try:
             with torch.inference_mode():
                 self._graphs = GraphedSteps(

@@ -124,7 +124,7 @@ def _load(source: ModelSource, device: Device, pool: KvPool) -> Any:
 def _prepare(runner: ModelRunner, options: WorkerOptions) -> None:
     """Compile and capture before the first request comes."""
     started = time.monotonic()
-    if options.graphed_tokens:
+    if options.graphed_tokens and options.attention != "torch":  # which plans on the host, anew for each step
         runner.capture_graphs(options.graphed_tokens)
     runner.warm_up(_token_budget(options))
     log.info("kernels and graphs are ready after %.1f s", time.monotonic() - started)

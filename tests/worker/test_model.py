@@ -14,6 +14,7 @@ from radixpool.rpc.errors import PoolMismatch
 from radixpool.rpc.generation import SamplingParams
 from radixpool.rpc.pool.tensors import private_pool
 from radixpool.rpc.pool_types import KvDtype
+from radixpool.rpc.worker import model as worker_model
 from radixpool.rpc.worker.cache_port import LocalPort
 from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.errors import OutOfMemory
@@ -218,6 +219,20 @@ def test_a_pool_of_another_shape_is_refused(source, model):
     other = private_pool(pool_spec_for(source, num_blocks=64, block_size=8, dtype=KvDtype.FLOAT32))
     with pytest.raises(PoolMismatch, match="num_blocks: expected 128, pool has 64"):
         system.runner.use_pool(other)
+
+
+def test_graphs_are_for_triton_on_a_gpu(source, model):
+    with pytest.raises(ValueError, match="graphs need Triton kernels on a GPU, got torch on cpu"):
+        System(source, model).runner.capture_graphs(8)
+
+
+def test_one_plan_serves_all_steps(source, model, monkeypatch):
+    """It is moved on from step to step, not made anew."""
+    made = []
+    plan = worker_model.plan_forest
+    monkeypatch.setattr(worker_model, "plan_forest", lambda *a, **k: made.append(plan(*a, **k)) or made[-1])
+    System(source, model, token_budget=16).run(prompts_with_shared_prefixes())
+    assert len(made) == 1
 
 
 def test_missing_weights_are_not_made_up(tiny_model, tmp_path):

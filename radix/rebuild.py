@@ -166,7 +166,7 @@ def _fence(cache: FencedCore, nodes: list[Node], plan: RestorePlan) -> None:
 def _by_last_use(plan: RestorePlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the leaves, least recently used first, and for each how many runs end with it: it and its ancestors."""
     parents = np.where(plan.run_parents < 0, plan.num_runs, plan.run_parents)
-    leaves = np.setdiff1d(np.arange(plan.num_runs), parents, assume_unique=False)
+    leaves = np.flatnonzero(np.bincount(parents, minlength=plan.num_runs)[: plan.num_runs] == 0)
     # Ties of one plan keep their order, so that replicas agree.
     leaves = leaves[np.argsort(plan.loose.last_uses[plan.starts[leaves]], kind="stable")]
     rank = np.zeros(plan.num_runs, dtype=np.int64)

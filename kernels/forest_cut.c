@@ -1,10 +1,12 @@
 /* The cut of forest.py in C: the same items bit for bit (tests/kernels/test_native_cut.py), some fifteen times as fast.
  *
  * forest.py is the definition and explains every step; functions here carry its names. Its constants come in as -D
- * options (see native.py). `cut` owns all memory until `take` copies the result out and frees it; no global state.
+ * options (see native.py). `cut` owns all memory until `take` copies the result out and frees it. The only global is a
+ * spare chunk of memory, which whoever frees one leaves and whoever needs one takes: fresh pages cost more than the cut.
  */
 #include <math.h>
 #include <setjmp.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -55,11 +57,14 @@ typedef struct {
     i32 *merge_rows, *merge_starts, *merge_parts;
 } Cut;
 
+static _Atomic(Chunk *) spare;
+
 static void *reserve(Cut *c, i64 count, size_t width) {
     size_t bytes = ((size_t)count * width + 15) & ~(size_t)15;
     if (!c->memory || c->memory->size - c->memory->used < bytes) {
         size_t size = bytes > CHUNK ? bytes : CHUNK;
-        Chunk *chunk = malloc(sizeof(Chunk) + 16 + size);
+        Chunk *chunk = size == CHUNK ? atomic_exchange(&spare, NULL) : NULL;
+        if (!chunk) chunk = malloc(sizeof(Chunk) + 16 + size);
         if (!chunk) longjmp(c->failed, 1);
         *chunk = (Chunk){c->memory, 0, size};
         c->memory = chunk;
@@ -73,6 +78,7 @@ static void *reserve(Cut *c, i64 count, size_t width) {
 static void release(Cut *c) {
     for (Chunk *chunk = c->memory, *next; chunk; chunk = next) {
         next = chunk->next;
+        if (chunk->size == CHUNK) chunk = atomic_exchange(&spare, chunk);
         free(chunk);
     }
     free(c);
@@ -101,57 +107,43 @@ static void sort_keys(i64 *keys, i64 *other, i64 n) {
 
 /* Return the first index from `i` on where two tables differ, or `end`. */
 static i64 first_difference(const i32 *a, const i32 *b, i64 i, i64 end) {
+    while (i + 64 <= end && memcmp(a + i, b + i, 64 * sizeof(i32)) == 0) i += 64;
     while (i + 8 <= end && memcmp(a + i, b + i, 8 * sizeof(i32)) == 0) i += 8;
     while (i < end && a[i] == b[i]) i++;
     return i;
 }
 
-static i64 common_blocks(const Path *a, const Path *b, i64 from) {
-    return first_difference(a->table, b->table, from, min64(a->blocks, b->blocks));
+/* Where a path sorts among those that share its first `at` blocks: by the bytes of the next one, ended paths last. */
+static i64 sort_value(const Path *path, i64 at) {
+    const unsigned char *next = (const unsigned char *)(path->table + at);
+    if (at == path->blocks) return (i64)1 << 32;
+    return (i64)next[0] << 24 | (i64)next[1] << 16 | (i64)next[2] << 8 | next[3];
 }
 
-/* Whether path `a` sorts before `b`, which first differ at block `at`; the order of bytes, an ended path comes last. */
-static int before(const Path *a, const Path *b, i64 at) {
-    if (at == a->blocks) return 0;
-    if (at == b->blocks) return 1;
-    return memcmp(a->table + at, b->table + at, sizeof(i32)) < 0;
-}
-
-/* A path's place around a pivot: those before it, the more they share the later, then its equals, then the rest. */
-enum { EQUAL = 1 << 29 };
-
-static i64 rank_around(const Path *pivot, const Path *path, i64 depth) {
-    i64 same = common_blocks(pivot, path, depth);
-    if (same == pivot->blocks && same == path->blocks) return EQUAL;
-    return before(path, pivot, same) ? same - EQUAL : 3 * (i64)EQUAL - same;
-}
-
-static i64 shared_at(i64 rank, const Path *pivot) {
-    return rank < 0 ? rank + EQUAL : rank == EQUAL ? pivot->blocks : 3 * (i64)EQUAL - rank;
-}
-
-/* Sort paths that share their first block: around a pivot, then each class that shares equally much with it again. */
+/* Sort paths [lo, hi) that share their first block: by the first one that not all share, then each class again. */
 static void sort_group(Cut *c, i64 lo, i64 hi, i64 *keys, i64 *other, Path *held, i64 *work) {
+    enum { POSITION_BITS = 30 };
     i64 top = 0;
-    work[top++] = lo, work[top++] = hi, work[top++] = 0;
+    work[top++] = lo, work[top++] = hi, work[top++] = 1;
     while (top) {
-        i64 depth = work[--top];
+        i64 same, depth = work[--top];
         hi = work[--top], lo = work[--top];
-        const Path pivot = c->order[lo];
+        same = c->order[lo].blocks;
+        for (i64 i = lo + 1; i < hi; i++) {
+            i64 most = min64(same, c->order[i].blocks);
+            same = first_difference(c->order[lo].table, c->order[i].table, min64(depth, most), most);
+        }
         for (i64 i = lo; i < hi; i++) {
-            keys[i - lo] = rank_around(&pivot, &c->order[i], depth) * ((i64)1 << 32) + (i - lo);
+            keys[i - lo] = sort_value(&c->order[i], same) << POSITION_BITS | (i - lo);
             held[i - lo] = c->order[i];
         }
         sort_keys(keys, other, hi - lo);
-        i64 first = lo;
-        for (i64 i = lo; i < hi; i++) {
-            i64 rank = keys[i - lo] >> 32, next = i + 1 < hi ? keys[i + 1 - lo] >> 32 : INT64_MAX;
-            c->order[i] = held[keys[i - lo] & UINT32_MAX];
-            if (i + 1 < hi) c->lcp[i] = min64(shared_at(rank, &pivot), shared_at(next, &pivot));
-            if (next == rank) continue;
-            if (rank != EQUAL && i > first) {
-                work[top++] = first, work[top++] = i + 1, work[top++] = shared_at(rank, &pivot);
-            }
+        for (i64 i = lo, first = lo; i < hi; i++) {
+            i64 value = keys[i - lo] >> POSITION_BITS, next = i + 1 < hi ? keys[i + 1 - lo] >> POSITION_BITS : -1;
+            c->order[i] = held[keys[i - lo] & (((i64)1 << POSITION_BITS) - 1)];
+            if (i + 1 < hi) c->lcp[i] = same;
+            if (value == next) continue;
+            if (i > first && value >> 32 == 0) work[top++] = first, work[top++] = i + 1, work[top++] = same + 1;
             first = i + 1;
         }
     }

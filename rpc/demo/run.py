@@ -80,6 +80,8 @@ def run_demo(options: DemoOptions, *, console: Console) -> DemoResult:
     file without any.
     """
     source = find_model(options.model)
+    if options.device.cuda_index is not None:
+        CudaDevice(options.device.cuda_index)  # before the long way to the first one that needs it
     found = own_script() if options.conversations is None else read_conversations(options.conversations)
     columns = (
         SpinnerColumn(),

@@ -120,6 +120,8 @@ def run_cli(*arguments):
         (("worker", "--model", "/no/such"), 1, "model '/no/such': no such file or directory"),
         (("pool", "--model", "/no/such"), 1, "model '/no/such': no such file or directory"),
         (("worker", "--threads", "0"), 2, "0 is not in the range x>=1"),
+        (("worker", "--device", "gpu"), 2, "device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (("pool", "--device", "cuda", "--socket", "@here"), 2, "--socket hands out memory of the CPU"),
         (("demo", "--conversations", "/no/such"), 2, "'/no/such' does not exist"),
         (("demo", "--max-new-tokens", "0"), 2, "0 is not in the range x>=1"),
     ],
@@ -128,6 +130,15 @@ def test_commands_say_what_is_wrong_in_one_line(arguments, code, message):
     done = run_cli(*arguments)
     assert done.returncode == code, done.stderr
     assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["pool", "worker", "demo"])
+def test_a_gpu_that_is_not_here_is_one_line(system, command):
+    options = [] if command == "demo" else ["--address", system.address]
+    done = run_cli(command, "--device", "cuda:99", "--model", system.model, *options)
+    assert done.returncode == 1, done.stderr
+    assert "there is no CUDA driver here" in done.stderr or "this process sees" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -6,7 +6,7 @@
 Manager and client are processes of their own, each pinned to a core. `per core` is what one core of the manager could
 serve: units of work over the CPU time that the manager spent on them, so that other load on the machine counts little;
 the latencies are wall time and do suffer from it. A lifecycle is acquire + commit + release of a 4,096-token prompt,
-of which 3,584 are one of 64 shared beginnings.
+of which 3,584 are one of 64 shared beginnings. Every load runs several times: the median, lowest and highest are told.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ SMALL_POOL_BLOCKS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement. `unit` is what `per_s` and `per_core` count; the percentiles are of one message."""
+    """One load. `unit` is what `per_s` and `per_core` count; the percentiles are of one message.
+
+    All are medians of the runs; `lowest_per_core` and `highest_per_core` are of single runs.
+    """
 
     transport: str
     tree: str
@@ -44,6 +47,8 @@ class Row:
     unit: str
     per_s: float
     per_core: float
+    lowest_per_core: float
+    highest_per_core: float
     p50_ms: float
     p99_ms: float
 
@@ -51,60 +56,69 @@ class Row:
 class Bench:
     """Measures one manager."""
 
-    def __init__(self, manager: load.Manager, transport: str, tree: str) -> None:
+    def __init__(self, manager: load.Manager, transport: str, tree: str, *, repeats: int) -> None:
         self._manager = manager
         self._transport = transport
         self._tree = tree
+        self._repeats = repeats
         self.rows: list[Row] = []
 
     def measure(self, name: str, unit: str, units: int, run: Callable[[], list[float]]) -> None:
-        """Run a load that does `units` of work, and keep its row."""
+        """Run a load that does `units` of work as often as asked, and keep its row."""
+        runs = [self._run(units, run) for _ in range(self._repeats)]
+        per_s, per_core, p50, p99 = (statistics.median(column) for column in zip(*runs, strict=True))
+        low, high = min(run[1] for run in runs), max(run[1] for run in runs)
+        self.rows.append(Row(self._transport, self._tree, name, unit, per_s, per_core, low, high, p50, p99))
+
+    def _run(self, units: int, run: Callable[[], list[float]]) -> tuple[float, float, float, float]:
         cpu, start = self._manager.cpu_s(), time.perf_counter()
         took = run()
         wall, cpu = time.perf_counter() - start, self._manager.cpu_s() - cpu
         cuts = statistics.quantiles(took, n=100, method="inclusive")
-        per_core = units / cpu if cpu else float("nan")
-        row = Row(self._transport, self._tree, name, unit, units / wall, per_core, 1e3 * cuts[49], 1e3 * cuts[98])
-        self.rows.append(row)
+        return units / wall, units / cpu, 1e3 * cuts[49], 1e3 * cuts[98]
 
 
 def measure_manager(bench: Bench, address: str, rounds: int) -> None:
     """Put every load on one manager."""
     source = load.prompts()
     with Client(address, options=ClientOptions(role=ClientRole.WORKER)) as client, client.session() as session:
-        load.session_lifecycles(session, source, 100)  # the shared beginnings are cached from now on
+        load.batched_lifecycles(session, source, load.WARM_UP_LIFECYCLES, size=16)
         bench.measure("unary", "lifecycles", rounds, lambda: load.unary_lifecycles(client, source, rounds))
         bench.measure("session", "lifecycles", rounds, lambda: load.session_lifecycles(session, source, rounds))
         for size in BATCH_SIZES:
             count = 4 * rounds // size * size
             run = lambda count=count, size=size: load.batched_lifecycles(session, source, count, size=size)  # noqa: E731
-            bench.measure(f"batches of {size}", "lifecycles", count, run)
+            bench.measure(f"session, batches of {size}", "lifecycles", count, run)
+        count = 4 * rounds // 16 * 16
+        calls_of_16 = lambda: load.batched_lifecycles(client, source, count, size=16)  # noqa: E731
+        bench.measure("Batch calls of 16", "lifecycles", count, calls_of_16)
     for outstanding in (1, 64):
         calls = lambda n=outstanding: asyncio.run(load.outstanding_calls(address, source, rounds, outstanding=n))  # noqa: E731
         bench.measure(f"asyncio, {outstanding} outstanding", "lifecycles", rounds, calls)
     for size in STEP_SIZES:
-        with Client(address, options=ClientOptions(role=ClientRole.WORKER)) as client, client.session() as session:
-            steps = lambda size=size, session=session: load.decode_steps(session, source, rounds, num_sequences=size)  # noqa: E731
-            bench.measure(f"decode step of {size}", "steps", rounds, steps)
+        steps = lambda size=size: load.decode_steps(address, source, rounds, num_sequences=size)  # noqa: E731
+        bench.measure(f"decode step of {size}", "steps", rounds, steps)
 
 
 def show(rows: list[Row], console: Console) -> None:
     """Print the table."""
     table = Table(title="the wire: 4,096-token requests, manager and client on one core each")
-    for column in ("transport", "tree", "load", "unit", "per s", "per core", "p50 ms", "p99 ms"):
+    for column in ("transport", "tree", "load", "unit", "per s", "per core", "(from - to)", "p50 ms", "p99 ms"):
         table.add_column(column, justify="left" if column in ("transport", "tree", "load", "unit") else "right")
     for row in rows:
-        figures = (f"{row.per_s:,.0f}", f"{row.per_core:,.0f}", f"{row.p50_ms:.2f}", f"{row.p99_ms:.2f}")
+        spread = f"{row.lowest_per_core:,.0f} - {row.highest_per_core:,.0f}"
+        figures = (f"{row.per_s:,.0f}", f"{row.per_core:,.0f}", spread, f"{row.p50_ms:.2f}", f"{row.p99_ms:.2f}")
         table.add_row(row.transport, row.tree, row.load, row.unit, *figures)
     console.print(table)
 
 
 @click.command(help=__doc__)
-@click.option("--rounds", default=1000, show_default=True, help="Lifecycles or steps of each measurement.")
+@click.option("--rounds", default=600, show_default=True, help="Lifecycles or steps of each run.")
+@click.option("--repeats", default=3, show_default=True, help="Runs of each load.")
 @click.option("--large", default=1_000_000, show_default=True, help="Blocks of the large tree; 0 leaves it out.")
 @click.option("--no-directory", is_flag=True, help="Without the block directory.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the rows here too.")
-def main(rounds: int, large: int, no_directory: bool, json_path: Path | None) -> None:
+def main(rounds: int, repeats: int, large: int, no_directory: bool, json_path: Path | None) -> None:
     """Run the benchmark."""
     cores = sorted(os.sched_getaffinity(0))
     core = cores[0] if len(cores) > 1 else None
@@ -121,7 +135,7 @@ def main(rounds: int, large: int, no_directory: bool, json_path: Path | None) ->
                         os.sched_setaffinity(0, set(cores[1:]))
                     with Client(manager.address) as client:
                         load.fill(client, filled)
-                    bench = Bench(manager, transport, tree)
+                    bench = Bench(manager, transport, tree, repeats=repeats)
                     measure_manager(bench, manager.address, rounds)
                     rows += bench.rows
                 progress.advance(task)

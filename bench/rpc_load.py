@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import AsyncClient, Client, Session
+from radixpool.rpc.client import AsyncClient, Client, ClientOptions, ClientRole, Session
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 4096
 SHARED_TOKENS = 3584
 NUM_PREFIXES = 64
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+WARM_UP_LIFECYCLES = 4800
+"""Until the shared beginnings are cached, blocks are evicted and the advisor has found its rate."""
 
 
 class Manager:
@@ -40,8 +41,7 @@ class Manager:
 
     def cpu_s(self) -> float:
         """Return the CPU time that the process has used, all threads together."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        return cpu_s(self._process.pid)
 
     def resident_mib(self) -> float:
         """Return the resident memory."""
@@ -64,6 +64,12 @@ def running(
         yield manager
     finally:
         manager.stop()
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of the living threads of a process, to the nanosecond."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def prompts() -> Iterator[bytes]:
@@ -115,7 +121,7 @@ def session_lifecycles(session: Session, source: Iterator[bytes], count: int) ->
     return took
 
 
-def batched_lifecycles(session: Session, source: Iterator[bytes], count: int, *, size: int) -> list[float]:
+def batched_lifecycles(session: Session | Client, source: Iterator[bytes], count: int, *, size: int) -> list[float]:
     """Run lifecycles `size` at a time in two messages; return the seconds of every pair of messages."""
     took = []
     for _ in range(count // size):
@@ -128,23 +134,25 @@ def batched_lifecycles(session: Session, source: Iterator[bytes], count: int, *,
     return took
 
 
-def decode_steps(session: Session, source: Iterator[bytes], count: int, *, num_sequences: int) -> list[float]:
+def decode_steps(address: str, source: Iterator[bytes], count: int, *, num_sequences: int) -> list[float]:
     """Run decode steps of so many sequences: a token each, and a commit for those that fill a block."""
-    handles, lengths = [], []
-    for index in range(num_sequences):
-        (acquired,) = session.batch([ops.Acquire(next(source)[: 4 * (1024 + index % BLOCK_SIZE)])])
-        session.batch([ops.Commit(acquired.handle, 1024)])
-        handles.append(acquired.handle)
-        lengths.append(1024 + index % BLOCK_SIZE)
-    token, took = (5).to_bytes(4, "little"), []
-    for step in range(1, count + 1):
-        operations: list[ops.Operation] = [ops.Extend(handle, token) for handle in handles]
-        full = [i for i, length in enumerate(lengths) if (length + step) % BLOCK_SIZE == 0]
-        operations += [ops.Commit(handles[i], lengths[i] + step) for i in full]
-        start = time.perf_counter()
-        session.batch(operations, steps=ops.StepReport(step - 1, step))
-        took.append(time.perf_counter() - start)
-    session.batch([ops.Release(handle) for handle in handles], steps=ops.StepReport(count, count))
+    options = ClientOptions(role=ClientRole.WORKER)
+    with Client(address, options=options) as client, client.session() as session:
+        handles, lengths = [], []
+        for index in range(num_sequences):
+            (acquired,) = session.batch([ops.Acquire(next(source)[: 4 * (1024 + index % BLOCK_SIZE)])])
+            session.batch([ops.Commit(acquired.handle, 1024)])
+            handles.append(acquired.handle)
+            lengths.append(1024 + index % BLOCK_SIZE)
+        token, took = (5).to_bytes(4, "little"), []
+        for step in range(1, count + 1):
+            operations: list[ops.Operation] = [ops.Extend(handle, token) for handle in handles]
+            full = [i for i, length in enumerate(lengths) if (length + step) % BLOCK_SIZE == 0]
+            operations += [ops.Commit(handles[i], lengths[i] + step) for i in full]
+            start = time.perf_counter()
+            session.batch(operations, steps=ops.StepReport(step - 1, step))
+            took.append(time.perf_counter() - start)
+        session.batch([ops.Release(handle) for handle in handles], steps=ops.StepReport(count, count))
     return took
 
 

@@ -50,7 +50,7 @@ def serve(config: ServeConfig, reset_directory: bool, ready_fd: int | None, as_j
         service = ManagerService(config)
     stop = stop_on_signals()
     service.start()
-    _calm_collector()
+    calm_collector()
     announce(_ready_line(service, config, as_json=as_json), service.address, ready_fd=ready_fd)
     stop.wait()
     service.stop()
@@ -62,7 +62,7 @@ def _reset(path: str) -> None:
     reset(Path(path))
 
 
-def _calm_collector() -> None:
+def calm_collector() -> None:
     """Let Python's cyclic collector look rarely, and never at what is there already.
 
     Nothing in the cache needs it, and with a million blocks each full collection stops the manager for a second.

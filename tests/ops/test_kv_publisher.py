@@ -273,6 +273,55 @@ def test_scenario_63_a_new_life_on_the_same_port_clears_the_former(
     assert [event["type"] for event in events] == ["AllBlocksCleared", "BlockStored"]
 
 
+class Index:
+    """What a router keeps: for each name the nodes and media that have it, as vLLM's events tell them apart."""
+
+    def __init__(self, **subscribers: Subscriber) -> None:
+        self._subscribers = subscribers
+        self.held: dict[tuple[str, str], set[int]] = {}
+
+    def take(self, node: str) -> None:
+        for event in self._subscribers[node].receive()[1]:
+            match event["type"]:
+                case "AllBlocksCleared":
+                    for place in [place for place in self.held if place[0] == node]:
+                        del self.held[place]
+                case "BlockStored":
+                    self.held.setdefault((node, event["medium"]), set()).update(event["block_hashes"])
+                case "BlockRemoved":
+                    self.held[node, event["medium"]].difference_update(event["block_hashes"])
+
+    def places(self, name: int) -> set[tuple[str, str]]:
+        return {place for place, names in self.held.items() if name in names}
+
+
+def test_scenario_65_leaving_one_medium_or_node_is_not_leaving_all(
+    publish: Callable[..., KvEventPublisher], subscribe: Callable[..., Subscriber]
+) -> None:
+    """The same prefix on a node's GPU, in its host memory, and on another node: one name, three places."""
+    caches = {"gpu": Manager(), "host": Manager(), "other": Manager()}
+    media = {"gpu": "GPU", "host": "CPU", "other": "GPU"}
+    index = Index(**{name: subscribe(publish(cache, medium=media[name])) for name, cache in caches.items()})
+    for name, cache in caches.items():
+        index.take(name)
+        cache.put(1, 2)
+        index.take(name)
+    (names,) = {frozenset(names) for names in index.held.values()}
+    (name,) = names
+    assert index.places(name) == {("gpu", "GPU"), ("host", "CPU"), ("other", "GPU")}
+    with caches["gpu"].lock:
+        caches["gpu"].cache.evict(1)
+    index.take("gpu")
+    assert index.places(name) == {("host", "CPU"), ("other", "GPU")}
+    caches["other"].restart()
+    index.take("other")
+    assert index.places(name) == {("host", "CPU")}
+    with caches["host"].lock:
+        caches["host"].cache.flush(mode="new_generation")
+    index.take("host")
+    assert index.places(name) == set()
+
+
 def test_a_subscriber_that_never_reads_slows_nobody_and_costs_bounded_memory(
     publish: Callable[..., KvEventPublisher],
     subscribe: Callable[..., Subscriber],

@@ -85,7 +85,8 @@ def silence(client: Client) -> None:
     client._heartbeat.stop()
 
 
-def test_a_client_that_stops_its_heartbeat_loses_its_blocks(make_server, eventually):  # control.md rows 54 and 55
+def test_a_client_that_stops_its_heartbeat_loses_its_blocks(make_server, eventually):
+    """Rows 54 and 55: what it had committed stays cached, the rest is free, and a late call changes nothing."""
     server = make_server(lease_ttl_ms=200)
     with Client(server.address) as watcher, Client(server.address) as client:
         committed, uncommitted = client.acquire(PROMPT), client.acquire([7] * 40)
@@ -133,7 +134,8 @@ def test_registering_again_aborts_what_the_former_epoch_held(server, client, eve
     eventually(lambda: client.stats().cache.num_sequences == 0)
 
 
-def test_expiry_is_swept_in_slices():  # control.md row 58
+def test_expiry_is_swept_in_slices():
+    """Row 58: a client with many sequences is given up a slice at a time, so that others wait no longer than that."""
     clock = Clock()
     manager = engine.Engine(ManagerOptions(listen="localhost:0", num_blocks=4096, block_size=1), clock=clock)
     epoch = manager.register_client(A, name="many", role=1)

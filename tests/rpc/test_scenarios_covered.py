@@ -1,4 +1,4 @@
-"""Every row of scenarios/control.md is named by a test: in its name (`row_07`, `scenario_62`) or docstring (`Row 7`)."""
+"""Every row of scenarios/control.md is named by a test: in its name (`row_07`, `scenario_62`) or docstring."""
 
 from __future__ import annotations
 

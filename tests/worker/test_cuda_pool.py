@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -228,3 +230,8 @@ def test_a_pool_that_does_not_fit_is_named_before_the_driver_is_asked(use_driver
     with pytest.raises(PoolMismatch, match="num_blocks: expected 12, pool has 11"):
         attach(offered(), expected=dataclasses.replace(SPEC, num_blocks=12), device=GPU)
     assert driver.calls == []
+
+
+def test_a_holder_needs_no_torch():
+    code = "import sys, radixpool.rpc.pool.cli; sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -6,7 +6,6 @@ has exactly one handle, which belongs to exactly one lease, live or waiting to b
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -19,7 +18,7 @@ from radixpool.rpc import limits
 from radixpool.rpc.errors import Fenced, Recovering
 from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.liveness import ProcessWatch
-from radixpool.rpc.manager.handles import HandleTable
+from radixpool.rpc.manager.handles import HandleTable, RandomBytes
 from radixpool.rpc.manager.leases import Lease, LeaseTable
 from radixpool.rpc.manager.misses import EventTimes, MissExplainer
 from radixpool.rpc.manager.operations import Operations
@@ -53,7 +52,7 @@ class Engine:
         options: ManagerOptions,
         *,
         clock: Callable[[], float] = time.monotonic,
-        random_bytes: Callable[[int], bytes] = os.urandom,
+        random_bytes: Callable[[int], bytes] | None = None,
         incarnation: int | None = None,
         former_life: FormerLife | None = None,
     ) -> None:
@@ -69,7 +68,7 @@ class Engine:
         self.on_refusal: Callable[[str], None] = lambda _reason: None
         self.lock = threading.Lock()
         self._clock = clock
-        self._random_bytes = random_bytes
+        self._random_bytes = random_bytes or RandomBytes()
         self._started_at = clock()
         # Epochs count up over all lives of the manager, so that one of an earlier life never matches.
         self.leases = LeaseTable(ttl_s=options.lease_ttl_ms / 1000, clock=clock, first_epoch=self.incarnation)

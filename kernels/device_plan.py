@@ -1,7 +1,7 @@
 """A plan on the device: one int32 buffer that holds every table of the forest, and the workspace for partial states.
 
-All sections lie in one tensor, so that a plan is one host-to-device copy, and a step that only grows a small one. With a
-`PlanCapacity` the sections have fixed places and the launch grids fixed sizes; the counts are read on the device.
+All sections lie in one tensor, so that a plan is one host-to-device copy, and a step that only grows a small one. With
+a `PlanCapacity` sections have fixed places and launch grids fixed sizes; the counts are read on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixpool.kernels.forest import RECORD, ROW_RECORD, Forest
-from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig, ctas_per_head
+from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig, ctas_per_head, next_power_of_two
 from radixpool.kernels.spec import AttentionSpec
 
 Array = NDArray[np.int32]
@@ -80,7 +80,7 @@ class DevicePlan:
         self.many_parts = capacity is not None
         self.table_stride = 0
         self.step: Array = np.zeros(0, np.int32)  # host side of the section "lens": what one step sends
-        self.lens: Any = None  # host and device view of the lengths
+        self.views: dict[int, StepViews] = {}
         self.buffer: Tensor | None = None
         self.tables: Tensor | None = None
         self.part: Tensor | None = None
@@ -122,8 +122,12 @@ class DevicePlan:
         padded[:busy, 7] += idle
         return padded.reshape(-1)
 
-    def upload(self, forest: Forest, tables: Array, lens: Array) -> None:
-        """Copy a cut batch to the device, in one transfer (with a capacity the tables are another)."""
+    def upload(self, forest: Forest, tables: Array, lens: Array) -> Array:
+        """Copy a cut batch to the device, in one transfer (with a capacity the tables are another).
+
+        Returns the host's copy of the tables. Its entries below the lengths must stay, as the transfer may be under
+        way; others may change: what the device gets of them too early it does not read.
+        """
         capacity = self.capacity
         counts = np.zeros(ALIGN, np.int32)
         counts[0] = len(forest.merge_rows)
@@ -142,11 +146,12 @@ class DevicePlan:
         if capacity is None:
             self.tall = forest.tall
             self.many_parts = forest.num_parts > MANY_PARTS * max(1, len(forest.merge_rows))
-        self.send(arrays, tables)
+        copy = self.send(arrays, tables)
         self.reserve_parts(forest.num_parts)
-        self.lens = torch.from_numpy(self.step[: len(lens)]), self.sections["lens"][: len(lens)]
+        self.views.clear()
+        return copy
 
-    def send(self, arrays: dict[str, Array], tables: Array) -> None:
+    def send(self, arrays: dict[str, Array], tables: Array) -> Array:
         """Lay the arrays and the tables out in one host buffer, copy it, and point the sections at their places."""
         sizes = {name: -(-max(size, 1) // ALIGN) * ALIGN for name, size in self.section_sizes(arrays).items()}
         shape = tables.shape[0], -(-(tables.shape[1] + ROOM_BLOCKS) // ALIGN) * ALIGN
@@ -161,41 +166,62 @@ class DevicePlan:
         if self.buffer is None or len(self.buffer) != len(host):
             self.buffer = torch.empty(len(host), dtype=torch.int32, device=self.spec.device)
         self.sections = dict(zip(sizes, self.buffer.split(list(sizes.values())), strict=True))
-        if self.capacity is None:
-            view[total:].reshape(shape)[:, : tables.shape[1]] = tables
-            self.tables = self.sections.pop("tables").view(shape)
-            self.table_stride = shape[1]
-        self.buffer.copy_(host, non_blocking=True)
         if self.capacity is not None:
-            self.send_tables(tables, (self.capacity.max_seqs, self.capacity.max_blocks))
+            self.buffer.copy_(host, non_blocking=True)
+            return self.send_tables(tables, (self.capacity.max_seqs, self.capacity.max_blocks))
+        copy: Array = view[total:].reshape(shape)[:, : tables.shape[1]]
+        copy[:] = tables
+        self.buffer.copy_(host, non_blocking=True)
+        self.tables = self.sections.pop("tables").view(shape)
+        self.table_stride = shape[1]
+        return copy
 
-    def send_tables(self, tables: Array, shape: tuple[int, int]) -> None:
-        """Copy the block tables to their fixed place of the given shape."""
+    def send_tables(self, tables: Array, shape: tuple[int, int]) -> Array:
+        """Copy the block tables to their fixed place of the given shape; return the host's copy."""
         if self.tables is None:
             self.tables = torch.zeros(shape, dtype=torch.int32, device=self.spec.device)
             self.table_stride = shape[1]
         host = staging(tables.size, self.spec.device).view(tables.shape)
-        host.numpy()[:] = tables
+        copy: Array = host.numpy()
+        copy[:] = tables
         self.tables[: tables.shape[0], : tables.shape[1]].copy_(host, non_blocking=True)
+        return copy
 
     def grow(self, lens: Array, places: Long, blocks: Array) -> None:
         """Send new lengths and the table entries that changed, in one copy; `places` are row * stride + column.
 
         The host buffer is pageable: the copy has read it when it returns, so that the next step may write it.
         """
-        host, device = self.lens
+        count = len(places)
+        room = next_power_of_two(max(count, ALIGN)) if count else 0  # padded by repeating the last change
+        if room not in self.views:
+            self.views[room] = StepViews(self.step, self.sections["lens"], len(lens), room)
+        views = self.views[room]
         self.step[: len(lens)] = lens
-        if not len(places):
-            device.copy_(host, non_blocking=True)
-            return
-        first, middle = len(self.step) - 3 * MAX_CHANGES, len(self.step) - 3 * MAX_CHANGES + 2 * len(places)
-        end = middle + len(places)
-        self.step[first:middle] = places.view(np.int32)
-        self.step[middle:end] = blocks
-        section = self.sections["lens"]
-        section[:end].copy_(torch.from_numpy(self.step[:end]), non_blocking=True)
-        assert self.tables is not None
-        self.tables.view(-1).scatter_(0, section[first:middle].view(torch.int64), section[middle:end])
+        if count:
+            views.places[:count], views.places[count:] = places, places[-1]
+            views.blocks[:count], views.blocks[count:] = blocks, blocks[-1]
+        views.device.copy_(views.host, non_blocking=True)
+        if count:
+            assert self.tables is not None
+            self.tables.view(-1).scatter_(0, views.device_places, views.device_blocks)
+
+
+class StepViews:
+    """What a step with up to `room` changes sends: views of the section "lens" on both sides, made once.
+
+    The section holds the lengths, then `room` places (int64), then as many blocks.
+    """
+
+    __slots__ = ("blocks", "device", "device_blocks", "device_places", "host", "places")
+
+    def __init__(self, step: Array, section: Tensor, num_seqs: int, room: int) -> None:
+        first = len(step) - 3 * MAX_CHANGES
+        middle, end = first + 2 * room, first + 3 * room
+        self.places, self.blocks = step[first:middle].view(np.int64), step[middle:end]
+        self.device_places, self.device_blocks = section[first:middle].view(torch.int64), section[middle:end]
+        used = end if room else num_seqs
+        self.host, self.device = torch.from_numpy(step[:used]), section[:used]
 
 
 def step_entries(num_seqs: int) -> int:

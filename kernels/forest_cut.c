@@ -20,7 +20,7 @@ static const i32 TILE_ROWS[HEIGHTS] = {16, 32, 64, 128};
 /* What `cut` needs beside the batch; mirrored by native_cut.Batch. */
 typedef struct {
     const i32 *tables, *lens, *query_lens, *query_starts;
-    i64 num_seqs, width, block_size, group_size, kv_bytes_per_token, v_head_dim, item_overhead_bytes;
+    i64 num_seqs, width, stride, block_size, group_size, kv_bytes_per_token, v_head_dim, item_overhead_bytes;
     double min_gain_bytes;
     i64 programs[HEIGHTS][2][2]; /* by height, presence of tall tiles, whether they run beside */
 } Batch;
@@ -177,7 +177,7 @@ static void sort_batch(Cut *c) {
     c->order = reserve(c, in->num_seqs, sizeof(Path));
     for (i64 i = 0; i < in->num_seqs; i++)
         if (in->query_lens[i] > 0)
-            c->order[c->num_active++] = (Path){in->tables + i * in->width, ceil_div(in->lens[i], in->block_size), i};
+            c->order[c->num_active++] = (Path){in->tables + i * in->stride, ceil_div(in->lens[i], in->block_size), i};
     c->lcp = memset(reserve(c, c->num_active, sizeof(i64)), 0, (size_t)c->num_active * sizeof(i64));
     sort_tables(c);
     c->num_rows = in->query_starts[in->num_seqs];
@@ -504,7 +504,7 @@ void radixpool_take(void *handle, const Batch *in, const Sizes *sizes, i32 *out)
 /* The batches of two steps, where the second has the same sequences; mirrored by native_cut.Step. */
 typedef struct {
     const i32 *old_tables, *tables, *old_lens, *lens, *planned_lens;
-    i64 num_seqs, width, block_size, max_growth, stride, most;
+    i64 num_seqs, width, old_stride, block_size, max_growth, stride, most;
 } Step;
 
 /* Compare two steps. Write `place = row * stride + column` and the new block of each table entry that differs past the
@@ -517,7 +517,7 @@ i64 radixpool_compare(const Step *s, i64 *places, i32 *blocks) {
         if (grown < 0 || grown > s->max_growth || s->lens[i] > s->width * s->block_size) return -1;
     }
     for (i64 i = 0; s->tables && i < s->num_seqs; i++) {
-        const i32 *old = s->old_tables + i * s->width, *table = s->tables + i * s->width;
+        const i32 *old = s->old_tables + i * s->old_stride, *table = s->tables + i * s->width;
         i64 used = ceil_div(s->old_lens[i], s->block_size);
         if (used > s->width || memcmp(old, table, (size_t)used * sizeof(i32))) return -1;
         for (i64 at = used; (at = first_difference(old, table, at, s->width)) < s->width; at++) {

@@ -20,7 +20,8 @@ from torch import Tensor
 from radixpool.kernels.device_plan import MAX_CHANGES, DevicePlan, PlanCapacity
 from radixpool.kernels.forest import Forest
 from radixpool.kernels.launch import DeviceInfo, TileConfig, tile_config
-from radixpool.kernels.native_cut import StepWatch, build_forest
+from radixpool.kernels.native_cut import build_forest
+from radixpool.kernels.plan_step import Changes, StepWatch, TableEntries
 from radixpool.kernels.spec import AttentionSpec
 
 Int32Array = NDArray[np.int32]
@@ -38,17 +39,17 @@ class ForestPlan:
     """
 
     spec: AttentionSpec
-    block_tables: Int32Array
-    seq_lens: Int32Array
-    query_lens: Int32Array
-    query_starts: Int32Array
     capacity: PlanCapacity | None = None
     sharing: Literal["forest", "none"] = "forest"
+    block_tables: Int32Array = field(init=False)
+    seq_lens: Int32Array = field(init=False)
+    query_lens: Int32Array = field(init=False)
+    query_starts: Int32Array = field(init=False)
     forest: Forest | None = None
     device_plan: DevicePlan | None = None
     checked: set[Any] = field(default_factory=set)
     fast: Any = None  # the fast extend path of this cut (see extend_path.py); None: not yet asked for
-    watch: StepWatch | None = None  # whether a step only grew; None: no step keeps this cut
+    watch: StepWatch | None = None  # tells steps that only grow from new batches; made at the first
     decoding: bool = False  # one query token a sequence
 
     @property
@@ -89,56 +90,77 @@ class ForestPlan:
         """
         tables = None if block_tables is None else host_int32("block_tables", block_tables, 2)
         lens = host_int32("seq_lens", seq_lens, 1)
-        if self.grow(tables, lens, query_lens):
+        if self.same_queries(query_lens) and self.grow(lens, lambda watch: watch.changes(tables, lens)):
             return True
-        tables = self.block_tables if tables is None else tables.copy()
-        lens, new, starts = checked_batch(tables, lens, query_lens, self.spec)
-        if self.capacity is not None:
-            self.capacity.check(tables, starts)
-        self.block_tables, self.seq_lens, self.query_lens, self.query_starts = tables, lens, new, starts
-        if self.spec.backend == "triton":
-            self.cut()
+        self.cut(self.block_tables if tables is None else tables, lens, query_lens)
         return False
 
-    def grow(self, tables: Int32Array | None, lens: Int32Array, query_lens: Any | None) -> bool:
-        """Move to the given batch if it only grew and the cut still fits; else return False, nothing has moved."""
-        if self.watch is None or self.device_plan is None:
-            return False
+    def advance(self, seq_lens: Any, *, rows: Any = (), columns: Any = (), blocks: Any = ()) -> bool:
+        """Do what `update` does where the caller knows what changed: entry (`rows[i]`, `columns[i]`) is `blocks[i]`.
+
+        Query lengths stay; tables get wider where a column asks for it. No table is compared: O(lengths + changes).
+        Raises `ValueError` as `update` does, and for rows that the batch does not have.
+        """
+        lens = host_int32("seq_lens", seq_lens, 1)
+        named = (("rows", rows), ("columns", columns), ("blocks", blocks))
+        entries = TableEntries(*(host_int32(name, values, 1) for name, values in named))
+        entries.check(self.num_seqs)
+        if self.grow(lens, lambda watch: watch.set(entries, lens)):
+            return True
+        self.cut(entries.put(self.block_tables.copy()), lens, self.query_lens)
+        return False
+
+    def same_queries(self, query_lens: Any | None) -> bool:
+        """Return whether the given query lengths (None: one each) are those of this plan."""
         if query_lens is None:
-            if not self.decoding:
-                return False
-        elif not np.array_equal(host_int32("query_lens", query_lens, 1), self.query_lens):
+            return self.decoding
+        return np.array_equal(host_int32("query_lens", query_lens, 1), self.query_lens)
+
+    def grow(self, lens: Int32Array, look: Callable[[StepWatch], Changes | None]) -> bool:
+        """Move to the given lengths if the batch only grew and the cut still fits; else return False: cut it anew."""
+        if self.forest is None or not self.forest.growable:
             return False
-        changes = self.watch.changes(tables, lens)
+        assert self.device_plan is not None
+        if self.watch is None:
+            self.watch = StepWatch(
+                self.block_tables, self.seq_lens, self.spec.block_size, stride=self.device_plan.table_stride,
+                max_growth=MAX_GROWTH_TOKENS, most=MAX_CHANGES,
+            )  # fmt: skip
+        changes = look(self.watch)
         if changes is None:
             return False
         self.block_tables, self.seq_lens, self.fast = self.watch.tables, lens.copy(), None
         self.device_plan.grow(lens, *changes)
         return True
 
-    def cut(self) -> None:
-        """Cut the batch into items and upload them."""
+    def cut(self, tables: Int32Array, seq_lens: Any, query_lens: Any | None) -> None:
+        """Check the batch and make this its plan: cut it into items and upload them (Triton), and keep copies."""
+        lens, new, starts = checked_batch(tables, seq_lens, query_lens, self.spec)
+        if self.capacity is not None:
+            self.capacity.check(tables, starts)
+        if self.spec.backend == "triton":
+            forest = self.cut_to_fit(tables, lens, new, starts)
+            if self.device_plan is None:
+                self.device_plan = DevicePlan(self.spec, self.device, self.config_of, self.capacity)
+            tables = self.device_plan.upload(forest, tables, lens)
+            self.forest, self.fast, self.watch = forest, None, None
+        else:
+            tables = tables.copy()
+        self.block_tables, self.seq_lens, self.query_lens, self.query_starts = tables, lens, new, starts
+        self.decoding = query_lens is None or bool((new == 1).all())
+
+    def cut_to_fit(self, tables: Int32Array, lens: Int32Array, new: Int32Array, starts: Int32Array) -> Forest:
+        """Cut a batch into items; share less where a capacity has no room for the partial states."""
         gain = 1.0 if self.sharing == "forest" else np.inf
         while True:
             forest = build_forest(
-                self.block_tables, self.seq_lens, self.query_lens, self.query_starts, self.spec, self.device,
-                self.config_of, min_gain_bytes=gain,
+                tables, lens, new, starts, self.spec, self.device, self.config_of, min_gain_bytes=gain
             )  # fmt: skip
-            if self.capacity is None or self.capacity.holds(forest) or gain == np.inf:
-                break
+            if self.capacity is None or self.capacity.holds(forest):
+                return forest
+            if gain == np.inf:
+                raise ValueError(f"capacity: expected room for {forest.num_parts} parts, got {self.capacity}")
             gain = gain * 64 if gain < 2**40 else np.inf
-        if self.capacity is not None and not self.capacity.holds(forest):
-            raise ValueError(f"capacity: expected room for {forest.num_parts} parts, got {self.capacity}")
-        if self.device_plan is None:
-            self.device_plan = DevicePlan(self.spec, self.device, self.config_of, self.capacity)
-        self.device_plan.upload(forest, self.block_tables, self.seq_lens)
-        self.forest, self.fast, self.watch = forest, None, None
-        self.decoding = len(self.query_lens) == self.num_rows and bool((self.query_lens == 1).all())
-        if forest.growable:
-            self.watch = StepWatch(
-                self.block_tables, self.seq_lens, self.spec.block_size, stride=self.device_plan.table_stride,
-                max_growth=MAX_GROWTH_TOKENS, most=MAX_CHANGES,
-            )  # fmt: skip
 
 
 @functools.cache
@@ -180,7 +202,10 @@ def checked_batch(
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Return lengths, query lengths and query starts as new host arrays that fit the tables and each other."""
     lens = host_int32("seq_lens", seq_lens, 1).copy()
-    new = np.ones_like(lens) if query_lens is None else host_int32("query_lens", query_lens, 1).copy()
+    if query_lens is None:
+        check_lengths(tables, lens, lens, spec.block_size)
+        return lens, np.ones(len(lens), np.int32), np.arange(len(lens) + 1, dtype=np.int32)
+    new = host_int32("query_lens", query_lens, 1).copy()
     check_lengths(tables, lens, new, spec.block_size)
     starts = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(new, out=starts[1:])
@@ -199,18 +224,14 @@ def plan_forest(
 
     `capacity` fixes device addresses and launch grids up to a largest batch, for CUDA graphs: capture any operation
     with this plan, `update` it, replay. `sharing="none"` reads shared blocks once per sequence (for comparisons). The
-    inputs are copied. O(n log n + table entries); about 0.1 ms for 256 sequences of 4k tokens.
+    inputs are copied. O(n log n + table entries); about 0.15 ms for 256 sequences of 4k tokens.
     Raises `ValueError` for lengths that don't fit each other, the tables or the capacity.
     """
-    tables = host_int32("block_tables", block_tables, 2).copy()
-    lens, new, starts = checked_batch(tables, seq_lens, query_lens, spec)
+    tables = host_int32("block_tables", block_tables, 2)
     if sharing not in ("forest", "none"):
         raise ValueError(f"sharing: expected 'forest' or 'none', got {sharing!r}")
-    if capacity is not None:
-        capacity.check(tables, starts)
-    plan = ForestPlan(spec, tables, lens, new, starts, capacity, sharing)
-    if spec.backend == "triton":
-        plan.cut()
+    plan = ForestPlan(spec, capacity, sharing)
+    plan.cut(tables, seq_lens, query_lens)
     return plan
 
 

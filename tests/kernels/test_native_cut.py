@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixpool.kernels import AttentionSpec, forest, native, native_cut
+from radixpool.kernels import AttentionSpec, forest, native, native_cut, plan_step
 from radixpool.kernels.launch import DeviceInfo, TileConfig
 
 HEADS = [(8, 8), (8, 2), (9, 3), (32, 8), (48, 1)]
@@ -97,7 +97,7 @@ def test_steps_are_told_from_new_batches(count, width, block_size, steps):
     tables = rng.integers(0, 50, (count, width)).astype(np.int32)
     lens = rng.integers(0, width * block_size + 1, count).astype(np.int32)
     options = {"stride": 12, "max_growth": 5, "most": 16}
-    watches = [native_cut.StepWatch(tables.copy(), lens, block_size, **options) for _ in range(2)]
+    watches = [plan_step.StepWatch(tables.copy(), lens, block_size, **options) for _ in range(2)]
     device = np.full((count, 12), -9)
     device[:, :width] = tables
     planned = lens
@@ -114,7 +114,7 @@ def test_steps_are_told_from_new_batches(count, width, block_size, steps):
             step[rng.integers(count), rng.integers(width)] = 99
         found = watches[0].changes(step, grown)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native_cut, "library", lambda: None)
+            patch.setattr(plan_step, "library", lambda: None)
             other = watches[1].changes(step, grown)
         used = -(-lens // block_size)
         fits = (

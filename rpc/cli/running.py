@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -11,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+
+from radixpool.rpc.metrics.logs import LOG_LEVELS, LogFormat, configure_logging
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -39,6 +40,25 @@ def announce(message: str, address: str, *, ready_fd: int | None) -> None:
             ready.write(f"{address}\n")
 
 
-def log_to_stderr(level: str = "INFO") -> None:
-    """Log one line per event to stderr."""
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+def log_options(command: Command) -> Command:
+    """Add --log-level and --log-format, for `log_as`."""
+    add_level = click.option(
+        "--log-level",
+        type=click.Choice(LOG_LEVELS),
+        default="info",
+        show_default=True,
+        help="Least severe level to write to stderr.",
+    )
+    add_format = click.option(
+        "--log-format",
+        type=click.Choice([form.value for form in LogFormat]),
+        default=LogFormat.CONSOLE.value,
+        show_default=True,
+        help="console for people, json for machines: one object a line.",
+    )
+    return add_level(add_format(command))
+
+
+def log_as(kind: str, name: str, *, level: str, form: str) -> None:
+    """Log as a manager does; each line has the kind of process, and its name if it has one of its own."""
+    configure_logging(level=level, form=LogFormat(form), process=kind if name == kind else f"{kind} {name}")

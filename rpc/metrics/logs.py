@@ -27,6 +27,8 @@ MAX_FRAMES: Final = 8
 """Innermost frames shown of an exception."""
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/-]+")
 
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
 FORBIDDEN: Final = frozenset(
     {"tokens", "token_ids", "token", "cache_salt", "salt", "handle", "handles", "client_id", "authorization", "secret"}
 )
@@ -107,15 +109,19 @@ def show_frames_only(_logger: WrappedLogger, _method: str, event: EventDict) -> 
 
 
 def configure_logging(
-    *, level: str = "info", form: LogFormat = LogFormat.CONSOLE, stream: TextIO | None = None
+    *,
+    level: str = "info",
+    form: LogFormat = LogFormat.CONSOLE,
+    stream: TextIO | None = None,
+    process: str = "",
 ) -> None:
     """Send structlog's and logging's events of at least `level` to `stream` (stderr by default). Process-wide.
 
-    Raises ValueError for an unknown level.
+    `process` is added to each, where several processes write to one place. Raises ValueError for an unknown level.
     """
-    threshold = logging.getLevelNamesMapping().get(level.upper())
-    if threshold is None:
+    if level.lower() not in LOG_LEVELS:
         raise ValueError(f"log level must be debug, info, warning or error, got {level!r}")
+    threshold = logging.getLevelNamesMapping()[level.upper()]
     target = stream if stream is not None else sys.stderr
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -124,6 +130,7 @@ def configure_logging(
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         withhold_secrets,
         show_frames_only,
+        _adder("process", process),
     ]
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -138,6 +145,15 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(threshold)
+
+
+def _adder(key: str, value: str) -> Processor:
+    def add(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        if value:
+            event[key] = value
+        return event
+
+    return add
 
 
 def _renderers(form: LogFormat, target: TextIO) -> list[Processor]:

@@ -7,7 +7,7 @@ import click
 from radixpool.rpc.address import parse_address
 from radixpool.rpc.cli.device_option import device_option, dtype_option, pool_dtype
 from radixpool.rpc.cli.options import address_option, usage_errors
-from radixpool.rpc.cli.running import announce, log_to_stderr, ready_fd_option, stop_on_signals
+from radixpool.rpc.cli.running import announce, log_as, log_options, ready_fd_option, stop_on_signals
 from radixpool.rpc.pool.device import Device
 from radixpool.rpc.pool.geometry import pool_bytes
 from radixpool.rpc.pool.holder import PoolHolder
@@ -32,6 +32,7 @@ from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model, pool_sp
 )
 @click.option("--name", default="pool", show_default=True, help="Shown to operators.")
 @address_option
+@log_options
 @ready_fd_option
 def command(
     address: str,
@@ -40,6 +41,8 @@ def command(
     dtype: str | None,
     socket_address: str | None,
     name: str,
+    log_level: str,
+    log_format: str,
     ready_fd: int | None,
 ) -> None:
     """Allocate and hold the physical pool of KV blocks.
@@ -54,7 +57,7 @@ def command(
       radixpool pool --model smollm2
       radixpool worker --model smollm2 --listen 127.0.0.1:7400
     """
-    log_to_stderr()
+    log_as("pool", name, level=log_level, form=log_format)
     if device.is_cuda and socket_address is not None:
         raise click.UsageError("--socket hands out memory of the CPU; a pool on a GPU is mapped through the driver")
     source = find_model(model)

@@ -9,7 +9,7 @@ import click
 
 from radixpool.rpc.cli.device_option import device_option
 from radixpool.rpc.cli.options import address_option, usage_errors
-from radixpool.rpc.cli.running import announce, log_to_stderr, ready_fd_option, stop_on_signals
+from radixpool.rpc.cli.running import announce, log_as, log_options, ready_fd_option, stop_on_signals
 from radixpool.rpc.pool.device import Device
 from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model
 
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     help="TOML file of the tokens that callers need (`radixpool token`); without it whoever can connect may generate.",
 )
 @address_option
+@log_options
 @ready_fd_option
 def command(
     address: str,
@@ -77,6 +78,8 @@ def command(
     max_running: int,
     max_waiting: int,
     credentials: str,
+    log_level: str,
+    log_format: str,
     ready_fd: int | None,
 ) -> None:
     """Run a language model over the pool.
@@ -91,7 +94,7 @@ def command(
       radixpool worker --model smollm2 --listen 127.0.0.1:7400
       radixpool worker --model ./Llama-3.1-8B --device cuda:0
     """
-    log_to_stderr()
+    log_as("worker", name, level=log_level, form=log_format)
     source = find_model(model)
     if attention == "triton" and not device.is_cuda:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported

@@ -66,6 +66,13 @@ def test_exceptions_show_where_but_neither_message_nor_locals(output: io.StringI
     assert text.count("test_logs.py") >= 2
 
 
+def test_a_process_names_itself_in_every_line(output: io.StringIO) -> None:
+    configure_logging(form=LogFormat.JSON, stream=output, process="worker a")
+    structlog.get_logger().info("one")
+    logging.getLogger("x").info("two")
+    assert [json.loads(line)["process"] for line in output.getvalue().splitlines()] == ["worker a"] * 2
+
+
 def test_level_filters_both(output: io.StringIO) -> None:
     configure_logging(level="warning", form=LogFormat.JSON, stream=output)
     structlog.get_logger().info("quiet")

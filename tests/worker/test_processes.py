@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import subprocess
 import sys
@@ -26,10 +27,13 @@ BLOCK = 16
 SALTS = map(str, itertools.count())
 
 
+JSON_LOGS = ("--log-format", "json")
+
+
 @pytest.fixture(scope="module")
 def system(tiny_model, process_system):
     with Supervisor(parent_dir=Path("/tmp")) as supervisor:
-        system = process_system(supervisor, tiny_model)
+        system = process_system(supervisor, tiny_model, pool_options=JSON_LOGS, worker_options=JSON_LOGS)
         yield system
         assert not system.client.check().violations
         system.client.close()
@@ -122,6 +126,8 @@ def run_cli(*arguments):
         (("worker", "--threads", "0"), 2, "0 is not in the range x>=1"),
         (("worker", "--device", "gpu"), 2, "device must be cpu, cuda or cuda:N, got 'gpu'"),
         (("pool", "--device", "cuda", "--socket", "@here"), 2, "--socket hands out memory of the CPU"),
+        (("pool", "--log-format", "xml"), 2, "'xml' is not one of 'console', 'json'"),
+        (("worker", "--log-level", "chatty"), 2, "'chatty' is not one of 'debug', 'info', 'warning', 'error'"),
         (("demo", "--conversations", "/no/such"), 2, "'/no/such' does not exist"),
         (("demo", "--max-new-tokens", "0"), 2, "0 is not in the range x>=1"),
     ],
@@ -214,6 +220,21 @@ def test_requests_survive_a_killed_manager(system):
     afterwards = system.generate(system.workers[1], prompt + expected)
     assert afterwards.cached == (len(prompt) + len(expected)) // BLOCK * BLOCK
     assert system.generate(system.workers[1], prompt).tokens == expected[:4]
+    for process, kind, said in (
+        (system.pool, "pool", "registered the pool again"),
+        (system.workers[0], "worker", "connected again"),
+    ):
+        events = logged(system.supervisor.log_of(process.name))
+        assert [event["process"] for event in events if event["event"] == said] == [kind]
+        assert all(event["level"] in ("info", "warning") and event["timestamp"] for event in events)
+
+
+def logged(log):
+    """The events of a process that logs JSON; its other line says that it is ready."""
+    lines = log.splitlines()
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(lines) - len(events) == 1, log
+    return events
 
 
 def test_a_killed_holder_empties_the_cache_and_workers_move_to_the_new_pool(system):

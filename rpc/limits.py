@@ -33,6 +33,14 @@ MAX_SUBSCRIBERS: Final = 16
 EVENTS_PER_MESSAGE: Final = 64
 UNARY_THREADS: Final = 8
 """Server threads beyond those of the streams. One lock guards the cache, so more would only queue."""
+MAX_CONNECTIONS: Final = 4096
+"""Connections at a time by default; more are closed as soon as they are made. Each takes about 12 KiB of memory."""
+RESERVED_FILES: Final = 512
+"""Open files that connections leave to everything else: the directory, watched processes, metrics, certificates."""
+HANDSHAKE_TIMEOUT_MS: Final = 20_000
+"""A connection that has not said by then that it speaks HTTP/2 (and TLS) is closed."""
+IDLE_CONNECTION_MS: Final = 600_000
+"""A connection without a call for so long is closed; a client opens it again with its next call."""
 MAX_METADATA_BYTES: Final = 16 << 10
 MAX_CONCURRENT_RPCS: Final = 1024
 """Calls in flight, queued ones included; more are answered RESOURCE_EXHAUSTED at once."""

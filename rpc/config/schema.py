@@ -14,6 +14,7 @@ from radixpool.rpc.config.option import option
 MAX_NUM_BLOCKS: Final = 2**31 - 1
 MAX_BLOCK_SIZE_TOKENS: Final = 65_536
 MAX_DRAIN_S: Final = 3_600.0
+MAX_CONNECTIONS: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,13 @@ class ServerConfig:
         "How long SIGTERM lets running calls go on before they are cut off.",
         flag="--drain-timeout",
         limits=(0.0, MAX_DRAIN_S),
+    )
+    max_connections: int = option(
+        limits.MAX_CONNECTIONS,
+        "Connections at a time; more are closed as soon as they are made. Each takes about 12 KiB of memory and an "
+        "open file (the soft limit of open files is raised as far as it goes).",
+        flag="--max-connections",
+        limits=(1, MAX_CONNECTIONS),
     )
 
 

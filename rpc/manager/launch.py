@@ -18,6 +18,7 @@ from radixpool.radix.stats import CacheStats
 from radixpool.rpc.address import UnixAddress, parse_address
 from radixpool.rpc.config import SecurityConfig, ServeConfig
 from radixpool.rpc.manager.kv_events import make_publisher
+from radixpool.rpc.manager.listen import room_for_connections
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.rpc.manager.server import ManagerServer
 from radixpool.rpc.metrics import ManagerCollector, MetricsServer, ObserverInterceptor, RpcMetrics, ServiceSnapshot
@@ -146,6 +147,7 @@ def manager_options(config: ServeConfig) -> ManagerOptions:
         policy=config.cache.policy,
         lease_ttl_ms=config.cache.lease_ttl_ms,
         directory=config.directory.path,
+        max_connections=room_for_connections(config.server.max_connections),
         advice_cpu_share=config.cache.advice_cpu_share,
     )
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +20,27 @@ from typing import Final
 
 import grpc
 
+from radixpool.rpc import limits
 from radixpool.rpc.address import Address, TcpAddress, UnixAddress, parse_address
 from radixpool.rpc.errors import AddressInUse, AddressUnavailable
 
+_log = logging.getLogger(__name__)
 _PRIVATE_UMASK: Final = 0o177
 """Sockets and lock files are for the owner alone: mode 0600."""
+
+
+def room_for_connections(wanted: int) -> int:
+    """Allow this process the open files for `wanted` connections and return for how many there is room."""
+    needed = wanted + limits.RESERVED_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    room = max(1, min(wanted, soft - limits.RESERVED_FILES))
+    if room < wanted:
+        _log.warning("there is room for %d connections, not %d: only %d files may be open", room, wanted, soft)
+    return room
 
 
 class Listener:

@@ -9,6 +9,7 @@ from radixpool.rpc.address import parse_address
 
 MAX_NUM_BLOCKS = 2**31 - 1
 MAX_BLOCK_SIZE = 65_536
+MAX_CONNECTIONS = 1_000_000
 DEFAULT_ADVICE_CPU_SHARE = 0.01
 
 
@@ -21,6 +22,7 @@ class ManagerOptions:
     policy: name of the eviction policy.
     lease_ttl_ms: how long a client may be silent.
     directory: folder that keeps the cache over a restart, empty for none.
+    max_connections: connections at a time; more are closed as soon as they are made.
     advice_cpu_share: most of the time that the shadow behind `radixpool advise` may take, 0 for no shadow.
     """
 
@@ -30,12 +32,14 @@ class ManagerOptions:
     policy: str = "lru"
     lease_ttl_ms: int = limits.DEFAULT_LEASE_TTL_MS
     directory: str = ""
+    max_connections: int = limits.MAX_CONNECTIONS
     advice_cpu_share: float = DEFAULT_ADVICE_CPU_SHARE
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
         _check_range("num_blocks", self.num_blocks, 1, MAX_NUM_BLOCKS)
         _check_range("block_size", self.block_size, 1, MAX_BLOCK_SIZE)
+        _check_range("max_connections", self.max_connections, 1, MAX_CONNECTIONS)
         _check_range("advice_cpu_share", self.advice_cpu_share, 0.0, 1.0)
         _check_range("lease_ttl_ms", self.lease_ttl_ms, limits.MIN_LEASE_TTL_MS, limits.MAX_LEASE_TTL_MS)
 

@@ -52,6 +52,8 @@ _SERVER_OPTIONS: Final = (
     ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", limits.MAX_METADATA_BYTES),
     ("grpc.max_concurrent_streams", limits.MAX_CONCURRENT_RPCS),
+    ("grpc.server_handshake_timeout_ms", limits.HANDSHAKE_TIMEOUT_MS),
+    ("grpc.max_connection_idle_ms", limits.IDLE_CONNECTION_MS),
     # Clients ping every 10 s to notice a dead manager; without this they would be cut off for it.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -91,7 +93,7 @@ class ManagerServer:
         self._server = grpc.server(
             self._threads,
             interceptors=[*interceptors, ErrorInterceptor()],
-            options=_SERVER_OPTIONS,
+            options=(*_SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", options.max_connections)),
             maximum_concurrent_rpcs=limits.MAX_CONCURRENT_RPCS,
         )
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self.engine), self._server)

@@ -1,11 +1,12 @@
 """A manager with a directory, a pool holder, two workers and four frontends as processes, to be hurt one at a time.
 
-Everything that a process may leave behind is looked for by name: what is in the folder, the holder's abstract sockets,
-processes whose command line names the folder, and /dev/shm.
+Everything that a process may leave behind is looked for by name: what is in the folder, which is on /dev/shm as a
+directory should be, the holder's abstract sockets, processes whose command line names the folder, other shared memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from radixpool.radix.errors import RadixPoolError
 from radixpool.rpc.client import Client, ClientOptions, RetryOptions
+from radixpool.rpc.pool_types import MemfdAttachment
 
 NUM_BLOCKS, BLOCK_SIZE = 96, 4
 TTL_S = 0.6
@@ -65,8 +67,8 @@ class House:
         self.address = f"unix:{folder}/m.sock"
         self._token = os.urandom(8).hex()
         self._holders = 0
+        self._socket = ""
         self._started = seed * 1_000_000
-        self._shm_before = _shared_memory()
         model = folder / "model"
         model.mkdir()
         (model / "config.json").write_text(json.dumps(MODEL))
@@ -74,7 +76,8 @@ class House:
         self.counters = folder / "verified"
         self.counters.write_bytes(bytes(8 * len(LOAD)))
         self.members: dict[str, Member] = {}
-        self.client = Client(self.address, options=ClientOptions(retry=RetryOptions(total_s=DEADLINE_S), timeout_s=5.0))
+        retry = RetryOptions(total_s=2.0, max_backoff_s=0.2)
+        self.client = Client(self.address, options=ClientOptions(retry=retry, timeout_s=5.0))
         self.start("manager")
         self.start("holder")
         for name in LOAD:
@@ -107,7 +110,7 @@ class House:
             return [*radixpool, "serve", "--listen", self.address, *sizes, *life, "--drain-timeout", "1"]
         if name.startswith("holder"):
             self._holders += 1
-            socket = f"@{self._token}-{self._holders}"
+            self._socket = f"@{self._token}-{self._holders}"
             return [
                 *radixpool,
                 "pool",
@@ -116,7 +119,7 @@ class House:
                 "--model",
                 f"{self.folder}/model",
                 "--socket",
-                socket,
+                self._socket,
             ]
         script = str(Path(__file__).with_name("load.py"))
         index = str(list(LOAD).index(name))
@@ -141,12 +144,21 @@ class House:
         """Wait until a condition holds; fail with all logs when it does not."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
-            assert time.monotonic() < deadline, f"{what} is not reached\n{self.logs()}"
+            if time.monotonic() > deadline:
+                self._show_stacks()
+                raise AssertionError(f"{what} is not reached; found right {self.verified_tokens()}\n{self.logs()}")
             time.sleep(0.01)
+
+    def _show_stacks(self) -> None:
+        """Let every client write where it is."""
+        for name in LOAD:
+            if name in self.members:
+                self.members[name].process.send_signal(signal.SIGUSR1)
+        time.sleep(1)
 
     def logs(self) -> str:
         """Return the end of what every process has written."""
-        return "\n".join(f"== {m.name}\n{m.log.read_text()[-2000:]}" for m in self.members.values())
+        return "\n".join(f"== {m.name}\n{m.log.read_text()[-3000:]}" for m in self.members.values())
 
     # The whole.
 
@@ -165,14 +177,15 @@ class House:
         self.check()
 
     def _is_whole(self) -> bool:
-        """Whether manager and pool answer; a process that has ended fails the test at once."""
+        """Whether the manager answers and has the holder's pool; a process that has ended fails the test at once."""
         for member in self.members.values():
             code = member.process.poll()
             assert code is None, f"{member.name} has ended with {code}\n{self.logs()}"
         try:
-            return self.client.get_pool() is not None
+            pool = self.client.get_pool()
         except RadixPoolError:
             return False
+        return pool is not None and pool.attachment == MemfdAttachment(self._socket, pool.attachment.size_bytes)
 
     def _admitted(self) -> int:
         return self.client.stats().cache.admitted_requests
@@ -184,9 +197,11 @@ class House:
         assert self._processes() == alive, self.logs()
         expected = {"model", "verified", "directory", "m.sock", "m.sock.lock"}
         assert {path.name for path in self.folder.iterdir() if path.suffix != ".log"} == expected
-        holders = sum(name.startswith("holder") for name in self.members)
-        assert self._abstract_sockets() == holders
-        self._check_shared_memory()
+        kept = {path.name.partition(".")[0] for path in (self.folder / "directory").iterdir()}
+        assert kept == {"blocks", "interned", "lock"}
+        assert len(list((self.folder / "directory").iterdir())) == 3
+        assert self._abstract_sockets() == 1
+        assert self._named_memory() == set()
 
     def _processes(self) -> set[int]:
         """Return the processes whose command line names the folder."""
@@ -204,9 +219,15 @@ class House:
         lines = Path("/proc/net/unix").read_text().splitlines()
         return sum(f"@{self._token}-" in line and line.split()[3] == "00010000" for line in lines)
 
-    def _check_shared_memory(self) -> None:
-        """Fail when something new stays in /dev/shm; others may use it, but not for long."""
-        self.wait_for(lambda: _shared_memory() <= self._shm_before, f"an empty /dev/shm: {_shared_memory()}")
+    def _named_memory(self) -> set[str]:
+        """Return what processes have open or mapped in /dev/shm outside the folder: it could stay there."""
+        places: set[str] = set()
+        for member in self.members.values():
+            here = Path(f"/proc/{member.process.pid}")
+            places |= {line.split(maxsplit=5)[-1] for line in (here / "maps").read_text().splitlines()}
+            with contextlib.suppress(FileNotFoundError):  # one was closed meanwhile
+                places |= {str(link.readlink()) for link in (here / "fd").iterdir()}
+        return {place for place in places if place.startswith("/dev/shm/") and str(self.folder) not in place}
 
     def end(self) -> None:
         """Stop everything; prove that all blocks came back and that nothing is left behind."""
@@ -223,7 +244,6 @@ class House:
         left = {path.name for path in self.folder.iterdir() if path.suffix != ".log"}
         assert left == {"model", "verified", "directory"}
         assert self._abstract_sockets() == 0
-        self._check_shared_memory()
 
     def _is_idle(self) -> bool:
         cache = self.client.stats().cache
@@ -236,8 +256,3 @@ class House:
             if member.process.poll() is None:
                 member.process.kill()
                 member.process.wait()
-
-
-def _shared_memory() -> set[str]:
-    shm = Path("/dev/shm")
-    return {path.name for path in shm.iterdir()} if shm.is_dir() else set()

@@ -13,11 +13,13 @@ then map the pool.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import itertools
 import mmap
 import os
 import random
+import signal
 import sys
 import time
 
@@ -196,6 +198,7 @@ def main() -> None:
     chance = random.Random(int(seed))
     with open(counters, "r+b") as file:  # noqa: PTH123
         verified = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.int64)[int(index) : int(index) + 1]
+    faulthandler.register(signal.SIGUSR1)
     options = ClientOptions(
         name=f"{role} {seed}",
         role=kind,

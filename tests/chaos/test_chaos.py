@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("chaos")]
 
 @pytest.fixture
 def house(house_module):
-    with tempfile.TemporaryDirectory(prefix="rpchaos", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="rpchaos", dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         house = house_module.House(Path(folder), SEED)
         yield house
         house.destroy()

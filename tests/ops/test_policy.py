@@ -42,6 +42,16 @@ def test_operations_of_a_batch_can_do_no_more_than_the_methods_of_their_names() 
             assert carried <= alone, f"{carrier} would let {carried - alone} {name}"
 
 
+def test_a_step_in_columns_can_do_no_more_than_extend_and_commit() -> None:
+    """A new field of a batch that could act has to be held against the methods of what it does, as this one is."""
+    plain = {"header", "operations", "steps"}
+    for carrier in (cache_pb2.BatchRequest, cache_pb2.SessionRequest):
+        assert {field.name for field in carrier.DESCRIPTOR.fields} - plain == {"step_update"}
+        carried = METHOD_ROLES[f"/radixpool.v1.CacheService/{carrier.DESCRIPTOR.name.removesuffix('Request')}"]
+        for method in ("Extend", "Commit"):
+            assert carried <= METHOD_ROLES[f"/radixpool.v1.CacheService/{method}"]
+
+
 def test_frontends_reach_neither_operators_methods_nor_the_pool() -> None:
     reached = {method for method, roles in METHOD_ROLES.items() if Role.FRONTEND in roles}
     assert not [method for method in reached if "AdminService" in method or "PoolService" in method]

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from radixpool.radix import Namespace
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import Client, ClientOptions, ClientRole
+from radixpool.rpc.client import Client, ClientOptions, ClientRole, Step
 from radixpool.rpc.config import CacheConfig, KvEventsConfig, MetricsConfig, SecurityConfig, ServeConfig, ServerConfig
 from radixpool.rpc.errors import PermissionDenied, Unauthenticated
 from radixpool.rpc.inspection import FlushMode
@@ -292,6 +292,9 @@ def test_a_stolen_handle_is_of_no_use_in_another_tenant(connect: Callable[..., C
         assert str(rival.get_block_tables([sequence.handle]).sequences[0]).startswith(unknown)
         (result,) = rival.batch([ops.Release(sequence.handle)])
         assert "unknown sequence" in str(result)
+        stepped = rival.step(Step(handles=[sequence.handle, bytes(16)], tokens=[1, 1], commit_upto_tokens=[4, 4]))
+        assert [str(stepped.errors[row]).partition("'")[0] for row in (0, 1)] == [unknown, unknown]
+        assert (stepped.num_tokens.tolist(), stepped.committed_tokens.tolist()) == ([0, 0], [0, 0])
         (view,) = worker.get_block_tables([sequence.handle]).sequences
         assert view.tokens.tolist() == list(range(9))
         assert acme.commit(sequence.handle, 8).committed_tokens == 8

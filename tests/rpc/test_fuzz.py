@@ -126,9 +126,21 @@ def value(field: FieldDescriptor, depth: int) -> st.SearchStrategy:
 
 
 @st.composite
+def step_update(draw: st.DrawFn) -> cache_pb2.StepUpdate:
+    """Columns that fit together: random ones would almost never get past the first check."""
+    handles = draw(st.lists(st.sampled_from(SLOTS), unique=True, max_size=8))
+    counts = [draw(st.integers(0, 5)) for _ in handles]
+    columns = {"token_counts": counts, "commit_upto_tokens": [draw(INTEGERS) & 0xFFFF_FFFF for _ in handles]}
+    packed = {name: b"".join(n.to_bytes(4, "little") for n in column) for name, column in columns.items()}
+    return cache_pb2.StepUpdate(handles=b"".join(handles), tokens=bytes(4 * sum(counts)), **packed)
+
+
+@st.composite
 def message(draw: st.DrawFn, descriptor: Descriptor, depth: int = 0) -> Message:
     if descriptor is common_pb2.RequestHeader.DESCRIPTOR and draw(st.integers(0, 9)):
         return common_pb2.RequestHeader(client_id=CLIENT, epoch=VALID_EPOCH)
+    if descriptor is cache_pb2.StepUpdate.DESCRIPTOR and draw(st.integers(0, 3)):
+        return draw(step_update())
     built = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if field.message_type is not None and depth > 4:

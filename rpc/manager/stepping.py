@@ -38,30 +38,30 @@ class Stepping:
         answer = _Answer(len(rows))
         fences: dict[tuple[Lease, ...], dict[str, int]] = {}
         uses_blocks = lease.role == cache_pb2.CLIENT_ROLE_WORKER
-        extend = self._cache.extend
+        extend, num_tokens, committed_tokens = self._cache.extend, answer.num_tokens, answer.committed_tokens
         found = self._handles.get_all(rows.handles)
         for row, (held, tokens, upto) in enumerate(zip(found, rows.tokens, rows.commit_upto, strict=True)):
             if not isinstance(held, Held):
                 answer.errors[row] = held
                 continue
-            if uses_blocks:
+            if uses_blocks and lease not in held.workers:
                 held.used_by(lease)
             sequence = held.sequence
             if tokens:
-                before = len(sequence.packed_block_table)
+                table = sequence.packed_block_table
                 try:
                     extend(sequence, tokens)
                 except _REFUSALS as error:
                     answer.errors[row] = error
-                if len(sequence.packed_block_table) != before:
-                    answer.append(row, sequence.packed_block_table[before:])
+                if sequence.packed_block_table is not table:  # immutable, so a longer one is another object
+                    answer.append(row, sequence.packed_block_table[len(table) :])
             if upto > sequence.committed_tokens:
                 fence = fences.get(held.workers)
                 if fence is None:
                     fence = fences[held.workers] = self._steps.fence(held, lease)
                 self._commit(row, held, upto, fence, answer)
-            answer.num_tokens[row] = sequence.num_tokens
-            answer.committed_tokens[row] = sequence.committed_tokens
+            num_tokens[row] = sequence.num_tokens
+            committed_tokens[row] = sequence.committed_tokens
             if sequence.invalid_from is not None:
                 answer.invalid.append((row, sequence.invalid_from))
         answer.write(result)

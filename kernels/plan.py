@@ -102,6 +102,8 @@ class ForestPlan:
         Raises `ValueError` as `update` does, and for rows that the batch does not have.
         """
         lens = host_int32("seq_lens", seq_lens, 1)
+        if not len(rows) and self.grow(lens, lambda watch: watch.changes(None, lens)):
+            return True
         named = (("rows", rows), ("columns", columns), ("blocks", blocks))
         entries = TableEntries(*(host_int32(name, values, 1) for name, values in named))
         entries.check(self.num_seqs)

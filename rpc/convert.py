@@ -155,6 +155,7 @@ def sampling_to_wire(sampling: SamplingParams) -> worker_pb2.SamplingParams:
         seed=sampling.seed,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        skip_draws=sampling.skip_draws,
     )
 
 
@@ -168,6 +169,7 @@ def sampling_from_wire(message: worker_pb2.SamplingParams) -> SamplingParams:
         seed=message.seed if message.HasField("seed") else None,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        skip_draws=message.skip_draws,
     )
 
 

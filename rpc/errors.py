@@ -8,6 +8,7 @@
     ├── LimitExceeded          too many clients, sequences or streams
     ├── ManagerUnavailable     nobody answers at the address, or not in time
     │   ├── Recovering         it has restarted and waits for the pool of its cache
+    │   ├── SequenceLost       a worker lost it, and with it the caller's own sequence
     │   └── Draining           it is shutting down and takes no new sequences
     ├── AddressInUse           another process serves the address
     ├── AddressUnavailable     the address cannot be listened on
@@ -41,6 +42,10 @@ class ManagerUnavailable(RadixPoolError):
 
 class Recovering(ManagerUnavailable):
     """The manager has restarted and waits for the pool of its restored cache; the same call will work later."""
+
+
+class SequenceLost(ManagerUnavailable):
+    """A worker lost the manager, and with it the caller's own sequence; what came of it so far is right."""
 
 
 class Draining(ManagerUnavailable):

@@ -11,7 +11,10 @@ from radixpool.rpc.pool_types import PoolSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen: temperature 0 is greedy, top_k 0 keeps all candidates."""
+    """How the next token is chosen: temperature 0 is greedy, top_k 0 keeps all candidates.
+
+    `skip_draws` is for who continues what an earlier call began with the same seed: how many tokens that brought.
+    """
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -20,6 +23,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_draws: int = 0
 
 
 class FinishReason(Enum):

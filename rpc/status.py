@@ -135,6 +135,7 @@ TABLE: Final = (
     WireError(rpc_errors.PoolUnavailable, _Code.FAILED_PRECONDITION, "POOL_UNAVAILABLE"),
     WireError(rpc_errors.Draining, _Code.UNAVAILABLE, "DRAINING"),
     WireError(rpc_errors.Recovering, _Code.UNAVAILABLE, "RECOVERING"),
+    WireError(rpc_errors.SequenceLost, _Code.UNAVAILABLE, "SEQUENCE_LOST"),
     WireError(rpc_errors.ManagerUnavailable, _Code.UNAVAILABLE, "UNAVAILABLE"),
     WireError(DirectoryNoSpace, _Code.RESOURCE_EXHAUSTED, "NO_SPACE"),
     WireError(rpc_errors.Unauthenticated, _Code.UNAUTHENTICATED, "UNAUTHENTICATED"),

@@ -61,6 +61,12 @@ class SequenceState:
         self.block_table = result.block_table
         self.copies = result.copies
 
+    def apply_view(self, view: ops.SequenceView) -> None:
+        """Take over what others made of it meanwhile."""
+        self._tokens = bytearray(view.tokens.astype("<u4").tobytes())
+        self.cached_tokens, self.committed_tokens = view.cached_tokens, view.committed_tokens
+        self.block_table = view.block_table
+
     def apply_extended(self, tokens: bytes, result: ops.Extended) -> None:
         """Take over the new tokens and the blocks that were added."""
         self._tokens += tokens
@@ -137,6 +143,23 @@ class RemoteSequence(SequenceState):
         What `cached_tokens` says then has survived; the rest must be computed again. Raises PoolExhausted.
         """
         self.apply_acquired(self._client.reacquire(self.acquire_again()))
+
+    def refresh(self) -> None:
+        """Learn what others, such as a worker, have made of it. Raises UnknownSequence."""
+        (view,) = self._client.get_block_tables([self.handle]).sequences
+        if isinstance(view, Exception):
+            raise view
+        self.apply_view(view)
+
+    def resume(self, tokens: bytes) -> None:
+        """Acquire all its tokens and the packed `tokens` after them again, once there is room. Like `reacquire`.
+
+        Waits for room as long as calls are tried again: blocks of a former life of the manager may still be fenced.
+        """
+        self._tokens += tokens
+        request = self.acquire_again()
+        request.partial = False  # nobody would run the copies
+        self.apply_acquired(self._client.reacquire_when_there_is_room(request))
 
     def release(self) -> None:
         """Give the blocks back; what was committed stays cached. One that is gone already counts as released."""

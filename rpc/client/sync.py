@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
-from radixpool.radix import DEFAULT_NAMESPACE, Namespace
+from radixpool.radix import DEFAULT_NAMESPACE, Namespace, PoolExhausted
 from radixpool.radix.media import MediaSpan
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
@@ -40,6 +40,9 @@ from radixpool.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, po
 Reply = TypeVar("Reply")
 IN_FLIGHT_POLL_S: Final = 0.005
 """How often to ask whether another sequence has computed the prefix."""
+
+ROOM_POLL_S: Final = 0.1
+"""How often to ask whether there is room to acquire a lost sequence again."""
 
 _ACQUIRED = failpoint("client.acquired")
 
@@ -122,6 +125,17 @@ class Client(OperatorCalls):
             time.sleep(IN_FLIGHT_POLL_S)
         request.in_flight = cache_pb2.IN_FLIGHT_MODE_UNSPECIFIED
         return codec.acquired(self._change_anew(self._cache.Acquire, request))
+
+    def reacquire_when_there_is_room(self, request: cache_pb2.AcquireRequest) -> ops.Acquired:
+        """Send an acquire as often as `RetryOptions` say while the pool is exhausted; for `RemoteSequence.resume`."""
+        deadline = time.monotonic() + self._options.retry.total_s
+        while True:
+            try:
+                return self.reacquire(request)
+            except PoolExhausted:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(ROOM_POLL_S)
 
     def extend(self, handle: bytes, tokens: ops.Tokens) -> ops.Extended:
         """Append known tokens to a sequence. Raises PoolExhausted, nothing changed."""

@@ -10,6 +10,8 @@ from radixpool.radix import Namespace
 from radixpool.radix.namespace import DEFAULT_NAMESPACE
 from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc.client.channel import open_channel
+from radixpool.rpc.client.continuing import continue_through_losses
+from radixpool.rpc.client.sequence import RemoteSequence
 from radixpool.rpc.convert import (
     generate_event_from_wire,
     namespace_to_wire,
@@ -47,8 +49,18 @@ class WorkerClient:
         prompt = worker_pb2.Prompt(tokens=pack_tokens(tokens), namespace=namespace_to_wire(namespace))
         return self._stream(worker_pb2.GenerateRequest(prompt=prompt, sampling=sampling_to_wire(sampling)))
 
-    def generate_sequence(self, handle: bytes, sampling: SamplingParams) -> Iterator[GenerateEvent]:
-        """Continue a sequence that the caller acquired and releases afterwards."""
+    def generate_sequence(self, sequence: bytes | RemoteSequence, sampling: SamplingParams) -> Iterator[GenerateEvent]:
+        """Continue a sequence that the caller acquired and releases afterwards.
+
+        Given by its handle alone, the generation ends with `SequenceLost` or `UnknownSequence` when the manager
+        restarts or the caller's lease is lost. Given the sequence itself, it is acquired again and goes on, with the
+        same tokens as if nothing had happened (with a temperature: if there is a seed).
+        """
+        if isinstance(sequence, RemoteSequence):
+            return continue_through_losses(self._continue, sequence, sampling)
+        return self._continue(sequence, sampling)
+
+    def _continue(self, handle: bytes, sampling: SamplingParams) -> Iterator[GenerateEvent]:
         return self._stream(worker_pb2.GenerateRequest(handle=handle, sampling=sampling_to_wire(sampling)))
 
     def status(self) -> WorkerStatus:

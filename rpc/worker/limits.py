@@ -78,6 +78,10 @@ def check_sampling(sampling: SamplingParams, limits: EngineLimits) -> None:
         raise ValueError(f"temperature must be a finite number of at least 0, got {sampling.temperature}")
     if not 0 < sampling.top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {sampling.top_p}")
+    if not 0 <= sampling.skip_draws <= limits.context_tokens:
+        raise ValueError(
+            f"skip_draws must be 0 to the model's context of {limits.context_tokens} tokens, got {sampling.skip_draws}"
+        )
     if sampling.top_k < 0:
         raise ValueError(f"top_k must be at least 0, got {sampling.top_k}")
     for token in sampling.stop_token_ids:

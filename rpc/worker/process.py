@@ -14,7 +14,7 @@ import torch
 from radixpool.kernels.spec import Backend
 from radixpool.radix.errors import RadixPoolError
 from radixpool.rpc.address import parse_address
-from radixpool.rpc.errors import ManagerUnavailable
+from radixpool.rpc.errors import ManagerUnavailable, SequenceLost
 from radixpool.rpc.pool.cuda import CudaDevice, CudaUnavailable
 from radixpool.rpc.pool.device import CPU, Device
 from radixpool.rpc.pool.tensors import KvPool
@@ -158,7 +158,7 @@ def _drive(engine: Engine, runner: ModelRunner, link: ManagerLink, stop: threadi
                 engine.wait_for_work(_IDLE_WAIT_S)
         except CacheLost as lost:
             log.warning("lost the manager: %s", lost)
-            engine.interrupt(ManagerUnavailable(f"the sequence was lost with the manager: {lost}"))
+            engine.interrupt(SequenceLost(f"the sequence was lost with the manager: {lost}"))
             _reconnect(runner, link, stop)
         except DeviceLost:
             raise

@@ -22,6 +22,8 @@ class TokenSampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed % 2**63)
+            for _ in range(params.skip_draws):
+                self._draw()
 
     @property
     def greedy(self) -> bool:
@@ -32,9 +34,12 @@ class TokenSampler:
         """Return a token drawn from float32 `logits` `[vocab_size]`; advances the random stream by one. O(V log V)."""
         probabilities, tokens = candidates(logits.cpu(), self._params)
         cumulative = probabilities.cumsum(0)
-        point = torch.rand((), generator=self._generator) * cumulative[-1]
+        point = self._draw() * cumulative[-1]
         index = int(torch.searchsorted(cumulative, point, right=True).clamp(max=len(tokens) - 1))
         return int(tokens[index])
+
+    def _draw(self) -> torch.Tensor:
+        return torch.rand((), generator=self._generator)
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:

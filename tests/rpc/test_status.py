@@ -33,6 +33,7 @@ EXAMPLES = [
     rpc_errors.ManagerUnavailable("nobody"),
     rpc_errors.Draining("shutting down"),
     rpc_errors.Recovering("waits"),
+    rpc_errors.SequenceLost("with the manager"),
     radix_errors.RadixPoolError("anything"),
     ValueError("tokens is empty"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.model import ModelRunner, end_of_sequence_ids, load_model, rows_for_stable_sums
 from radixpool.rpc.worker.model_source import ModelUnavailable, find_model, pool_spec_for
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource
+from radixpool.rpc.worker.sampling import TokenSampler
 
 NEW_TOKENS = 12
 
@@ -158,6 +160,15 @@ def test_a_half_precision_pool_works_and_is_close(source, model, reference, answ
     assert all(len(answer.tokens) == NEW_TOKENS for answer in answers)
     agreeing = sum(answer.tokens[0] == reference(prompt)[0] for answer, prompt in zip(answers, prompts, strict=True))
     assert agreeing >= 2
+
+
+@pytest.mark.parametrize("done", [0, 1, 17])
+def test_a_seeded_stream_goes_on_where_an_earlier_call_stopped(done):
+    logits = torch.randn(40, 290, generator=torch.Generator().manual_seed(3))
+    sampling = SamplingParams(max_new_tokens=40, temperature=0.8, seed=5)
+    whole, rest = TokenSampler(sampling), TokenSampler(replace(sampling, skip_draws=done))
+    expected = [whole.sample(row) for row in logits]
+    assert [rest.sample(row) for row in logits[done:]] == expected[done:]
 
 
 def test_seeded_sampling_does_not_depend_on_company_or_sharing(source, model, answer_of):

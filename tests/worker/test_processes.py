@@ -9,17 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from radixpool.radix import Namespace
-from radixpool.rpc.client import WorkerClient
+from radixpool.rpc.client import Client, WorkerClient
 from radixpool.rpc.demo.prompts import Turn
 from radixpool.rpc.demo.replay import Replay, Target
 from radixpool.rpc.demo.supervisor import ProcessFailed, Supervisor
-from radixpool.rpc.generation import SamplingParams
+from radixpool.rpc.errors import SequenceLost
+from radixpool.rpc.generation import GenerateTokens, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker-processes")]
 
@@ -227,6 +229,47 @@ def test_requests_survive_a_killed_manager(system):
         events = logged(system.supervisor.log_of(process.name))
         assert [event["process"] for event in events if event["event"] == said] == [kind]
         assert all(event["level"] in ("info", "warning") and event["timestamp"] for event in events)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"])
+def test_a_callers_own_sequence_survives_a_killed_manager(system, sampling):
+    """By its handle alone it ends with an error; given as itself, the caller's client acquires it again."""
+    params = SamplingParams(max_new_tokens=150, ignore_eos=True, **sampling)
+    prompt = random_tokens(100)
+    alone, ours = (replace(system.namespace, cache_salt=next(SALTS)) for _ in range(2))
+    with Client(system.address) as owner, WorkerClient(system.workers[0].address) as worker:
+        with owner.acquire(prompt, namespace=alone) as sequence:
+            expected = streamed(worker.generate_sequence(sequence.handle, params))
+        whole = owner.acquire(prompt, namespace=ours)
+        bare = owner.acquire(random_tokens(40), namespace=ours)
+        outcomes = {}
+
+        def run(name, what):
+            try:
+                outcomes[name] = streamed(worker.generate_sequence(what, params))
+            except Exception as error:
+                outcomes[name] = error
+
+        threads = [
+            threading.Thread(target=run, args=("whole", whole)),
+            threading.Thread(target=run, args=("bare", bare.handle)),
+        ]
+        for thread in threads:
+            thread.start()
+        system.wait(lambda: worker.status().running_sequences == 2)
+        system.manager.kill()
+        system.manager = system.start_manager()
+        for thread in threads:
+            thread.join(60)
+        assert isinstance(outcomes["bare"], SequenceLost), outcomes["bare"]
+        assert outcomes["whole"] == expected
+        assert whole.num_tokens > len(prompt), "it was acquired again in the middle"
+        whole.release()
+        system.wait(lambda: system.client.stats().cache.num_sequences == 0)
+
+
+def streamed(events):
+    return [token for event in events if isinstance(event, GenerateTokens) for token in event.tokens]
 
 
 def logged(log):

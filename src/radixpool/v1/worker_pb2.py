@@ -26,33 +26,33 @@ from radixpool.v1 import common_pb2 as radixpool_dot_v1_dot_common__pb2
 from radixpool.v1 import pool_pb2 as radixpool_dot_v1_dot_pool__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19radixpool/v1/worker.proto\x12\x0cradixpool.v1\x1a\x19radixpool/v1/common.proto\x1a\x17radixpool/v1/pool.proto\"\xa3\x01\n\x0eSamplingParams\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x42\x07\n\x05_seed\"D\n\x06Prompt\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12*\n\tnamespace\x18\x02 \x01(\x0b\x32\x17.radixpool.v1.Namespace\"\x85\x01\n\x0fGenerateRequest\x12\x10\n\x06handle\x18\x01 \x01(\x0cH\x00\x12&\n\x06prompt\x18\x02 \x01(\x0b\x32\x14.radixpool.v1.PromptH\x00\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.radixpool.v1.SamplingParamsB\x08\n\x06source\"\xb1\x01\n\x10GenerateResponse\x12\x30\n\x07started\x18\x01 \x01(\x0b\x32\x1d.radixpool.v1.GenerateStartedH\x00\x12.\n\x06tokens\x18\x02 \x01(\x0b\x32\x1c.radixpool.v1.GenerateTokensH\x00\x12\x32\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1e.radixpool.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"?\n\x0fGenerateStarted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\" \n\x0eGenerateTokens\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\x83\x01\n\x10GenerateFinished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.radixpool.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\"\x12\n\x10GetStatusRequest\"\x80\x02\n\x11GetStatusResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12$\n\x04pool\x18\x03 \x01(\x0b\x32\x16.radixpool.v1.PoolSpec\x12\x0f\n\x07pool_id\x18\x04 \x01(\x0c\x12\x18\n\x10max_model_tokens\x18\x05 \x01(\r\x12\x19\n\x11running_sequences\x18\x06 \x01(\r\x12\x19\n\x11waiting_sequences\x18\x07 \x01(\r\x12\x17\n\x0f\x63ompleted_steps\x18\x08 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\t \x01(\x04\x12\x15\n\rreused_tokens\x18\n \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xaa\x01\n\rWorkerService\x12K\n\x08Generate\x12\x1d.radixpool.v1.GenerateRequest\x1a\x1e.radixpool.v1.GenerateResponse0\x01\x12L\n\tGetStatus\x12\x1e.radixpool.v1.GetStatusRequest\x1a\x1f.radixpool.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19radixpool/v1/worker.proto\x12\x0cradixpool.v1\x1a\x19radixpool/v1/common.proto\x1a\x17radixpool/v1/pool.proto\"\xb7\x01\n\x0eSamplingParams\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x12\n\nskip_draws\x18\x08 \x01(\rB\x07\n\x05_seed\"D\n\x06Prompt\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12*\n\tnamespace\x18\x02 \x01(\x0b\x32\x17.radixpool.v1.Namespace\"\x85\x01\n\x0fGenerateRequest\x12\x10\n\x06handle\x18\x01 \x01(\x0cH\x00\x12&\n\x06prompt\x18\x02 \x01(\x0b\x32\x14.radixpool.v1.PromptH\x00\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.radixpool.v1.SamplingParamsB\x08\n\x06source\"\xb1\x01\n\x10GenerateResponse\x12\x30\n\x07started\x18\x01 \x01(\x0b\x32\x1d.radixpool.v1.GenerateStartedH\x00\x12.\n\x06tokens\x18\x02 \x01(\x0b\x32\x1c.radixpool.v1.GenerateTokensH\x00\x12\x32\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1e.radixpool.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"?\n\x0fGenerateStarted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\" \n\x0eGenerateTokens\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\x83\x01\n\x10GenerateFinished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.radixpool.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\"\x12\n\x10GetStatusRequest\"\x80\x02\n\x11GetStatusResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12$\n\x04pool\x18\x03 \x01(\x0b\x32\x16.radixpool.v1.PoolSpec\x12\x0f\n\x07pool_id\x18\x04 \x01(\x0c\x12\x18\n\x10max_model_tokens\x18\x05 \x01(\r\x12\x19\n\x11running_sequences\x18\x06 \x01(\r\x12\x19\n\x11waiting_sequences\x18\x07 \x01(\r\x12\x17\n\x0f\x63ompleted_steps\x18\x08 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\t \x01(\x04\x12\x15\n\rreused_tokens\x18\n \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xaa\x01\n\rWorkerService\x12K\n\x08Generate\x12\x1d.radixpool.v1.GenerateRequest\x1a\x1e.radixpool.v1.GenerateResponse0\x01\x12L\n\tGetStatus\x12\x1e.radixpool.v1.GetStatusRequest\x1a\x1f.radixpool.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixpool.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1159
-  _globals['_FINISHREASON']._serialized_end=1254
+  _globals['_FINISHREASON']._serialized_start=1179
+  _globals['_FINISHREASON']._serialized_end=1274
   _globals['_SAMPLINGPARAMS']._serialized_start=96
-  _globals['_SAMPLINGPARAMS']._serialized_end=259
-  _globals['_PROMPT']._serialized_start=261
-  _globals['_PROMPT']._serialized_end=329
-  _globals['_GENERATEREQUEST']._serialized_start=332
-  _globals['_GENERATEREQUEST']._serialized_end=465
-  _globals['_GENERATERESPONSE']._serialized_start=468
-  _globals['_GENERATERESPONSE']._serialized_end=645
-  _globals['_GENERATESTARTED']._serialized_start=647
-  _globals['_GENERATESTARTED']._serialized_end=710
-  _globals['_GENERATETOKENS']._serialized_start=712
-  _globals['_GENERATETOKENS']._serialized_end=744
-  _globals['_GENERATEFINISHED']._serialized_start=747
-  _globals['_GENERATEFINISHED']._serialized_end=878
-  _globals['_GETSTATUSREQUEST']._serialized_start=880
-  _globals['_GETSTATUSREQUEST']._serialized_end=898
-  _globals['_GETSTATUSRESPONSE']._serialized_start=901
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1157
-  _globals['_WORKERSERVICE']._serialized_start=1257
-  _globals['_WORKERSERVICE']._serialized_end=1427
+  _globals['_SAMPLINGPARAMS']._serialized_end=279
+  _globals['_PROMPT']._serialized_start=281
+  _globals['_PROMPT']._serialized_end=349
+  _globals['_GENERATEREQUEST']._serialized_start=352
+  _globals['_GENERATEREQUEST']._serialized_end=485
+  _globals['_GENERATERESPONSE']._serialized_start=488
+  _globals['_GENERATERESPONSE']._serialized_end=665
+  _globals['_GENERATESTARTED']._serialized_start=667
+  _globals['_GENERATESTARTED']._serialized_end=730
+  _globals['_GENERATETOKENS']._serialized_start=732
+  _globals['_GENERATETOKENS']._serialized_end=764
+  _globals['_GENERATEFINISHED']._serialized_start=767
+  _globals['_GENERATEFINISHED']._serialized_end=898
+  _globals['_GETSTATUSREQUEST']._serialized_start=900
+  _globals['_GETSTATUSREQUEST']._serialized_end=918
+  _globals['_GETSTATUSRESPONSE']._serialized_start=921
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1177
+  _globals['_WORKERSERVICE']._serialized_start=1277
+  _globals['_WORKERSERVICE']._serialized_end=1447
 # @@protoc_insertion_point(module_scope)

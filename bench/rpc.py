@@ -6,7 +6,9 @@
 Manager and client are processes of their own, each pinned to a core. `per core` is what one core of the manager could
 serve: units of work over the CPU time that the manager spent on them, so that other load on the machine counts little;
 the latencies are wall time and do suffer from it. A lifecycle is acquire + commit + release of a 4,096-token prompt,
-of which 3,584 are one of 64 shared beginnings. Every load runs several times: the median, lowest and highest are told.
+of which 3,584 are one of 64 shared beginnings. A decode step appends a token to each sequence and commits those that
+fill a block: as single operations, and in columns (`Session.step`). Every load runs several times: the median, lowest
+and highest are told.
 """
 
 from __future__ import annotations
@@ -96,8 +98,10 @@ def measure_manager(bench: Bench, address: str, rounds: int) -> None:
         calls = lambda n=outstanding: asyncio.run(load.outstanding_calls(address, source, rounds, outstanding=n))  # noqa: E731
         bench.measure(f"asyncio, {outstanding} outstanding", "lifecycles", rounds, calls)
     for size in STEP_SIZES:
-        steps = lambda size=size: load.decode_steps(address, source, rounds, num_sequences=size)  # noqa: E731
-        bench.measure(f"decode step of {size}", "steps", rounds, steps)
+        for form in ("operations", "columns"):
+            with Client(address, options=ClientOptions(role=ClientRole.WORKER)) as client, client.session() as session:
+                steps = getattr(load.DecodeLoad(session, source, size), form)
+                bench.measure(f"decode step of {size}, {form}", "steps", rounds, lambda steps=steps: steps(rounds))
 
 
 def show(rows: list[Row], console: Console) -> None:

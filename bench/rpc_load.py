@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import AsyncClient, Client, ClientOptions, ClientRole, Session
+from radixpool.rpc.client import AsyncClient, Client, Session, Step
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 4096
@@ -134,26 +134,53 @@ def batched_lifecycles(session: Session | Client, source: Iterator[bytes], count
     return took
 
 
-def decode_steps(address: str, source: Iterator[bytes], count: int, *, num_sequences: int) -> list[float]:
-    """Run decode steps of so many sequences: a token each, and a commit for those that fill a block."""
-    options = ClientOptions(role=ClientRole.WORKER)
-    with Client(address, options=options) as client, client.session() as session:
-        handles, lengths = [], []
-        for index in range(num_sequences):
-            (acquired,) = session.batch([ops.Acquire(next(source)[: 4 * (1024 + index % BLOCK_SIZE)])])
+class DecodeLoad:
+    """Sequences of 1,024 tokens and more, evenly spread over a block, that are decoded step by step.
+
+    A step appends a token to each and commits those that fill a block, in either form.
+    """
+
+    def __init__(self, session: Session, source: Iterator[bytes], num_sequences: int) -> None:
+        self._session = session
+        self._lengths = 1024 + np.arange(num_sequences, dtype=np.uint32) % BLOCK_SIZE
+        self._tokens = np.full(num_sequences, 5, np.uint32)
+        self._step = 0
+        self._handles: list[bytes] = []
+        for length in self._lengths.tolist():
+            (acquired,) = session.batch([ops.Acquire(next(source)[: 4 * length])])
             session.batch([ops.Commit(acquired.handle, 1024)])
-            handles.append(acquired.handle)
-            lengths.append(1024 + index % BLOCK_SIZE)
-        token, took = (5).to_bytes(4, "little"), []
-        for step in range(1, count + 1):
-            operations: list[ops.Operation] = [ops.Extend(handle, token) for handle in handles]
-            full = [i for i, length in enumerate(lengths) if (length + step) % BLOCK_SIZE == 0]
-            operations += [ops.Commit(handles[i], lengths[i] + step) for i in full]
+            self._handles.append(acquired.handle)
+
+    def operations(self, count: int) -> list[float]:
+        """Run steps of an operation a sequence; return the seconds of every message."""
+        token, took = self._tokens[:1].tobytes(), []
+        for _ in range(count):
+            report = self._advance()
+            operations: list[ops.Operation] = [ops.Extend(handle, token) for handle in self._handles]
+            full = np.flatnonzero(self._lengths % BLOCK_SIZE == 0).tolist()
+            operations += [ops.Commit(self._handles[row], int(self._lengths[row])) for row in full]
             start = time.perf_counter()
-            session.batch(operations, steps=ops.StepReport(step - 1, step))
+            self._session.batch(operations, steps=report)
             took.append(time.perf_counter() - start)
-        session.batch([ops.Release(handle) for handle in handles], steps=ops.StepReport(count, count))
-    return took
+        return took
+
+    def columns(self, count: int) -> list[float]:
+        """Run steps in columns; return the seconds of every message."""
+        took = []
+        for _ in range(count):
+            report = self._advance()
+            upto = np.where(self._lengths % BLOCK_SIZE == 0, self._lengths, 0)
+            start = time.perf_counter()
+            step = Step(handles=self._handles, tokens=self._tokens, commit_upto_tokens=upto)
+            stepped = self._session.step(step, steps=report)
+            took.append(time.perf_counter() - start)
+            assert not stepped.errors
+        return took
+
+    def _advance(self) -> ops.StepReport:
+        self._lengths += 1
+        self._step += 1
+        return ops.StepReport(self._step - 1, self._step)
 
 
 async def outstanding_calls(address: str, source: Iterator[bytes], count: int, *, outstanding: int) -> list[float]:

@@ -34,14 +34,15 @@ from rich.table import Table
 
 from radixpool import Namespace, RadixCache
 from radixpool.rpc.cli.device_option import device_option, dtype_option, pool_dtype
-from radixpool.rpc.client import Client
+from radixpool.rpc.client import Client, Session
 from radixpool.rpc.demo.supervisor import Supervisor
 from radixpool.rpc.generation import GenerateTokens, SamplingParams
-from radixpool.rpc.operations import Acquire, Commit, Extend, Operation, Release
+from radixpool.rpc.operations import Acquire, Release
 from radixpool.rpc.pool.device import Device
 from radixpool.rpc.pool.tensors import private_pool
 from radixpool.rpc.pool_types import KvDtype
-from radixpool.rpc.worker.cache_port import CachePort, LocalPort
+from radixpool.rpc.step_columns import Step
+from radixpool.rpc.worker.cache_port import LocalPort
 from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.model import ModelRunner, load_model
@@ -138,6 +139,7 @@ class Bench:
         self.model, self.cache = Stopwatch(self.clock), Stopwatch(self.clock)
         runner.forward = self.model.wrap(runner.forward)  # type: ignore[method-assign]
         port.batch = self.cache.wrap(port.batch)  # type: ignore[method-assign]
+        port.step = self.cache.wrap(port.step)  # type: ignore[method-assign]
         limits = EngineLimits(
             num_blocks=sizes.num_blocks,
             block_size=BLOCK_SIZE,
@@ -252,21 +254,17 @@ def measure_session(context: int, advance: Callable[[], None]) -> Iterator[Row]:
                 advance()
 
 
-def decode_steps(port: CachePort, batch: int, context: int) -> Iterator[float]:
+def decode_steps(port: Session | LocalPort, batch: int, context: int) -> Iterator[float]:
     handles = [port.batch([Acquire([number] * context, Namespace())])[0].handle for number in range(batch)]  # type: ignore[union-attr]
-    for step in range(SESSION_STEPS):
-        operations: list[Operation] = []
-        for number, handle in enumerate(handles):
-            length = context + step
-            if (length + number) % BLOCK_SIZE == 0:
-                operations.append(Commit(handle, length))
-            operations.append(Extend(handle, [step]))
+    numbers = np.arange(batch)
+    for done in range(SESSION_STEPS):
+        length = context + done
+        upto = np.where((length + numbers) % BLOCK_SIZE == 0, length, 0)
         start = time.perf_counter()
-        results = port.batch(operations)
+        stepped = port.step(Step(handles=handles, tokens=np.full(batch, done), commit_upto_tokens=upto))
         yield (time.perf_counter() - start) * 1000
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        for error in stepped.errors.values():
+            raise error
     port.batch([Release(handle) for handle in handles])
 
 

@@ -1,5 +1,7 @@
 """What a user installs: one top-level package with real files, rebuilt from the sdist, importable without torch."""
 
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -55,6 +57,23 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(unpacked, filter="data")
     (source,) = unpacked.iterdir()
     return build(source, tmp_path_factory.mktemp("wheel"), "wheel")
+
+
+def test_what_the_container_copies_is_enough_to_install(tracked_copy: Path, wheel: Path, tmp_path: Path) -> None:
+    """The image is built from a few paths, so that nothing that lies about in the work tree gets into it."""
+    steps = (REPO / "examples" / "Containerfile").read_text(encoding="utf-8")
+    names = [name for line in re.findall(r"^COPY (?!--)(.*) \S+$", steps, re.MULTILINE) for name in line.split()]
+    source = tmp_path / "src"
+    source.mkdir()
+    for name in names:
+        if (tracked_copy / name).is_dir():
+            shutil.copytree(tracked_copy / name, source / name, symlinks=True)
+        else:
+            shutil.copyfile(tracked_copy / name, source / name)
+    assert {"constraints.txt", "pyproject.toml"} <= set(names)
+    built = build(source, tmp_path / "out", "wheel")
+    with zipfile.ZipFile(built) as one, zipfile.ZipFile(wheel) as other:
+        assert set(one.namelist()) == set(other.namelist())
 
 
 def package_files() -> set[str]:

@@ -33,8 +33,8 @@ MAX_SUBSCRIBERS: Final = 16
 EVENTS_PER_MESSAGE: Final = 64
 UNARY_THREADS: Final = 8
 """Server threads beyond those of the streams. One lock guards the cache, so more would only queue."""
-MAX_CONNECTIONS: Final = 4096
-"""Connections at a time by default; more are closed as soon as they are made. Each takes about 12 KiB of memory."""
+MAX_CONNECTIONS: Final = 2048
+"""Connections at a time by default; more are closed as soon as they are made. Each takes 12 to 20 KiB of memory."""
 RESERVED_FILES: Final = 512
 """Open files that connections leave to everything else: the directory, watched processes, metrics, certificates."""
 HANDSHAKE_TIMEOUT_MS: Final = 20_000

@@ -37,7 +37,7 @@ class ServerConfig:
     )
     max_connections: int = option(
         limits.MAX_CONNECTIONS,
-        "Connections at a time; more are closed as soon as they are made. Each takes about 12 KiB of memory and an "
+        "Connections at a time; more are closed as soon as they are made. Each takes up to 20 KiB of memory and an "
         "open file (the soft limit of open files is raised as far as it goes).",
         flag="--max-connections",
         limits=(1, MAX_CONNECTIONS),

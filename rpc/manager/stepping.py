@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from radixpool.radix import RadixCache
 from radixpool.radix.errors import RadixPoolError
+from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.manager.handles import HandleTable, Held
 from radixpool.rpc.manager.leases import Lease
 from radixpool.rpc.manager.steps import WorkerSteps
@@ -19,6 +20,10 @@ from radixpool.rpc.status import row_of, status_from_error
 from radixpool.rpc.step_columns import StepRows
 from radixpool.v1 import cache_pb2
 
+_COMMIT_BEGUN = failpoint("commit.begun")
+_FINDABLE = failpoint("commit.findable")
+_REMAPPED = failpoint("commit.remapped")
+_HALF = failpoint("batch.half")
 _REFUSALS = (RadixPoolError, ValueError, TypeError)
 
 
@@ -64,16 +69,21 @@ class Stepping:
             committed_tokens[row] = sequence.committed_tokens
             if sequence.invalid_from is not None:
                 answer.invalid.append((row, sequence.invalid_from))
+            _HALF()
         answer.write(result)
         for row, failure in answer.errors.items():
             self._refuse(result.errors.add(row=row), failure)
 
     def _commit(self, row: int, held: Held, upto: int, fence: dict[str, int], answer: _Answer) -> None:
+        _COMMIT_BEGUN()
         try:
             done = self._cache.commit(held.sequence, upto, after_step=fence)
         except _REFUSALS as error:
             answer.errors.setdefault(row, error)
             return
+        _FINDABLE()
+        if done.remaps:
+            _REMAPPED()
         for remap in done.remaps:
             answer.remaps.append((row, remap.index, remap.old_block, remap.new_block))
 

@@ -80,7 +80,9 @@ class LocalPort:
         remaps: list[tuple[int, int, int, int]] = []
         for row, (handle, tokens, upto) in enumerate(zip(rows.handles, rows.tokens, rows.commit_upto, strict=True)):
             row_operations: list[Operation] = [Extend(handle, tokens)] if tokens else []
-            for operation in (*row_operations, Commit(handle, upto)):
+            if upto or not tokens:
+                row_operations.append(Commit(handle, upto))
+            for operation in row_operations:
                 match self._run_one(operation):
                     case Extended(_, blocks):
                         appended += [(row, block) for block in blocks.tolist()]

@@ -22,13 +22,14 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from radixpool.radix import PoolExhausted, UnknownSequence
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import Client, ClientOptions, ClientRole, RetryOptions, Session
+from radixpool.rpc.client import Client, ClientOptions, ClientRole, RetryOptions, Session, Step
 from radixpool.rpc.errors import Draining, Fenced, ManagerUnavailable, PoolUnavailable, ReplyExpired
 from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.pool.geometry import pool_bytes, pool_shape
@@ -136,11 +137,40 @@ class Running:
         self.table = acquired.block_table
         self.written = acquired.cached_tokens
 
-    def committed(self, result: ops.Committed) -> None:
-        """Take over the remaps of a commit."""
+    def committed(self, remaps: Iterable[tuple[int, int]]) -> None:
+        """Take over the remaps of a commit: positions in the table and the blocks that they name now."""
         self.table = self.table.copy()
-        for remap in result.remaps:
-            self.table[remap.block_index] = remap.to_block
+        for block_index, block in remaps:
+            self.table[block_index] = block
+
+
+def commit_singly(
+    session: Session, running: dict[bytes, Running], acquire: ops.Acquire, steps: ops.StepReport
+) -> ops.Result | Exception:
+    """Commit what runs, an operation each, and acquire one more. Forgets what is gone."""
+    commits: list[ops.Operation] = [ops.Commit(handle, len(own.tokens)) for handle, own in running.items()]
+    *results, acquired = session.batch([*commits, acquire], steps=steps)
+    for handle, result in zip(list(running), results, strict=True):
+        if isinstance(result, ops.Committed):
+            running[handle].committed((remap.block_index, remap.to_block) for remap in result.remaps)
+        else:
+            del running[handle]
+    return acquired
+
+
+def commit_in_columns(
+    session: Session, running: dict[bytes, Running], acquire: ops.Acquire, steps: ops.StepReport
+) -> ops.Result | Exception:
+    """Do the same in columns."""
+    handles = list(running)
+    step = Step(handles=handles, commit_upto_tokens=[len(own.tokens) for own in running.values()])
+    stepped = session.step(step, [acquire], steps=steps)
+    remaps = zip(stepped.remap_block_indices.tolist(), stepped.remap_to_blocks.tolist(), strict=True)
+    for row, remap in zip(stepped.remap_rows.tolist(), remaps, strict=True):
+        running[handles[row]].committed([remap])
+    for row in stepped.errors:
+        del running[handles[row]]
+    return stepped.results[0]
 
 
 def worker(session: Session, pool: Pool, chance: random.Random) -> None:
@@ -148,15 +178,10 @@ def worker(session: Session, pool: Pool, chance: random.Random) -> None:
     running: dict[bytes, Running] = {}
     for step in itertools.count():
         tokens = prompt(chance)
-        commits: list[ops.Operation] = [ops.Commit(handle, len(own.tokens)) for handle, own in running.items()]
         acquire = ops.Acquire(tokens, partial=chance.random() < 0.5)
-        *results, acquired = session.batch([*commits, acquire], steps=ops.StepReport(step, step + 1))
+        commit = chance.choice((commit_singly, commit_in_columns))
+        acquired = commit(session, running, acquire, ops.StepReport(step, step + 1))
         REPORTED()
-        for handle, result in zip(list(running), results, strict=True):
-            if isinstance(result, ops.Committed):
-                running[handle].committed(result)
-            else:
-                del running[handle]
         if isinstance(acquired, ops.Acquired):
             for order in acquired.copies:
                 pool.copy(order.src, order.dst, order.num_tokens)

@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint types cover model sim recovery protos bench bench-policies interop clean fuzz chaos
+.PHONY: help setup run test check lint types cover model sim recovery protos bench bench-policies interop clean fuzz chaos races
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -57,6 +57,9 @@ chaos: $(SETUP)  ## kill and freeze every process at every named step under load
 	RADIXPOOL_CHAOS_ROUNDS=$(or $(ROUNDS),100) RADIXPOOL_CHAOS_SEED=$(or $(SEED),1) \
 	  RADIXPOOL_CHAOS_FIRST=$(or $(FIRST),1) RADIXPOOL_CHAOS_SUMMARY=out/chaos.json \
 	  $(BIN)/python -m pytest tests/chaos -q -s --timeout=0
+
+races: $(SETUP)  ## two managers at once for one socket, port and directory (TRIES=100)
+	RADIXPOOL_RACES=$(or $(TRIES),100) $(BIN)/python -m pytest tests/rpc/test_two_managers.py -q --timeout=0
 
 recovery: $(SETUP)  ## managers killed at any store of the directory, many times (STEPS=200000 ROUNDS=20)
 	RADIXPOOL_DIRECTORY_STEPS=$(or $(STEPS),200000) RADIXPOOL_KILL_ROUNDS=$(or $(ROUNDS),20) $(BIN)/python -m pytest tests/directory -q --timeout=0

@@ -183,18 +183,18 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) 
     """Merge `n` partial attention states over disjoint keys into one.
 
     `outs` `[n, T, H, Dv]`, `lses` float32 `[n, T, H]` (natural log); returns `[T, H, Dv]` in the dtype of `outs` and
-    float32 `[T, H]`. A state with LSE -inf is an exact identity, whatever its `out` holds; only empty states give 0
-    and -inf.
+    float32 `[T, H]`. A state with LSE -inf is an exact identity, whatever its `out` holds; only empty states, or none,
+    give 0 and -inf.
     """
     checks.check_rank("outs", outs, "n, tokens, heads, Dv")
     if tuple(lses.shape) != tuple(outs.shape[:3]):
         raise ValueError(f"lses: expected shape {list(outs.shape[:3])}, got {tuple(lses.shape)}")
     checks.check_dtype("lses", lses, (torch.float32,))
     checks.check_device("lses", lses, outs.device)
-    if outs.shape[0] < 1:
-        raise ValueError("outs: expected at least 1 state, got 0")
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=outs.device)
+    if outs.shape[0] == 0:
+        return out.zero_(), lse.fill_(-math.inf)
     implementation(backend, outs.device).merge_states(outs.contiguous(), lses.contiguous(), out, lse)
     return out, lse
 

@@ -5,7 +5,7 @@ Without a CUDA device the Triton kernels run in Triton's interpreter, which must
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ if not CUDA:
 DEVICE = "cuda" if CUDA else "cpu"
 torch.set_num_threads(1)
 
-from radixpool.kernels import AttentionSpec, ForestPlan, attend, extend, plan_forest, reference  # noqa: E402
+from radixpool.kernels import AttentionSpec, ForestPlan, attend, extend, native_cut, plan_forest, reference  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 5e-3}
 if CUDA:
@@ -115,9 +115,15 @@ class Batch:
 
 
 def lay_out(data: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return the same values with the strides of another layout; `half` is a view of [N, 2, heads, block, D]."""
+    """Return the same values with the strides of another layout; `half` is a view of [N, 2, block, heads, D]."""
     if layout == "NHD":
         return data.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "layer":  # [N, layers, 2, block, heads, D], as engines that move whole blocks keep them
+        n, h, b, d = data.shape
+        whole = torch.full((n, 3, 2, b, h, d), math.nan, device=data.device).to(data.dtype)
+        view = whole[:, 1, 0].transpose(1, 2)
+        view.copy_(data)
+        return view
     if layout == "half":
         n, h, b, d = data.shape
         whole = torch.empty(n, 2, b, h, d, dtype=torch.float32, device=data.device).fill_(math.nan).to(data.dtype)
@@ -125,6 +131,18 @@ def lay_out(data: torch.Tensor, layout: str) -> torch.Tensor:
         view.copy_(data)
         return view
     return data
+
+
+@pytest.fixture
+def programs_per_head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Return a function that makes plans for so many programs a KV head, whatever the device."""
+
+    def fix(count: int) -> None:
+        monkeypatch.setattr("radixpool.kernels.forest.ctas_per_head", lambda *_, beside=False: count)
+        native_cut.fixed_fields.cache_clear()
+
+    yield fix
+    native_cut.fixed_fields.cache_clear()
 
 
 @pytest.fixture

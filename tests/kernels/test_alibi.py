@@ -1,4 +1,4 @@
-"""ALiBi: a key's score falls with its distance, by each head's own slope (kernels.md, row 39)."""
+"""ALiBi: a key's score falls with its distance, by each head's own slope."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ DTYPES = [torch.float32, torch.float16, torch.float8_e4m3fn] + ([torch.bfloat16]
 @BOTH
 @pytest.mark.parametrize("context", [0, 37])
 @pytest.mark.parametrize("block_size", [3, 16])
-def test_row_39_twelve_heads_and_exact_distances(make_batch, device, backend, context, block_size):
-    """With equal scores the weights are the softmax of slope * distance: an offset of one would show in every one."""
+def test_twelve_heads_and_exact_distances(make_batch, device, backend, context, block_size):
+    """Case 39: with equal scores the weights are the softmax of slope * distance: all show an offset of one."""
     new = 9
     batch = make_batch(
         backend=backend, heads=(12, 4), head_dim=64, block_size=block_size, lens=(context + new,), new=(new,)

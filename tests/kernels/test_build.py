@@ -50,6 +50,7 @@ def outside(code, *arguments, cache):
     ids=["bf16", "fp8"],
 )
 def test_shipped_configurations_compile_for_hopper(tmp_path, kv, heights):
+    """Case 52: every shipped pipeline depth, for both kinds of KV."""
     wanted = (*heights, "merge_d128", "merge_d128_many")
     result = outside(["-c", SCRIPT], json.dumps([[LLAMA, "bfloat16", kv]]), *wanted, cache=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]

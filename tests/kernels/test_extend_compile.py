@@ -17,7 +17,8 @@ from radixpool.kernels.build import compile_source
 from radixpool.kernels.extend_build import extend_source
 from radixpool.kernels.extend_plan import extend_config
 shape, features = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-spec = AttentionSpec(**shape, q_dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
+dtype = getattr(torch, sys.argv[3].strip('"'))
+spec = AttentionSpec(**shape, q_dtype=dtype, kv_dtype=dtype)
 source, options = extend_source(spec, extend_config(spec, 90), **features)
 kernel = compile_source("extend", source, 90, options)
 ptx = kernel.asm["ptx"]
@@ -38,17 +39,18 @@ def compiled(tmp_path, script, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block_size", "features"),
+    ("head_dim", "block_size", "features", "dtype"),
     [
-        (128, 16, {}),
-        (64, 16, {"window": True, "lse": True}),
-        (256, 64, {"lse": True, "sinks": True, "cap": True}),
+        (128, 16, {}, "bfloat16"),
+        (64, 16, {"window": True, "lse": True}, "float16"),
+        (256, 64, {"lse": True, "sinks": True, "cap": True}, "bfloat16"),
     ],
     ids=str,
 )
-def test_compiles_for_hopper(tmp_path, head_dim, block_size, features):
+def test_compiles_for_hopper(tmp_path, head_dim, block_size, features, dtype):
+    """Case 52: two and four stages (descriptors are made on the host), both dtypes."""
     shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": head_dim, "block_size": block_size}
-    found = compiled(tmp_path, SCRIPT, shape, features)
+    found = compiled(tmp_path, SCRIPT, shape, features, dtype)
     assert found["wgmma.mma_async"] >= 40 and found["cp.async.bulk.tensor"] >= 8 and found["setmaxnreg"] > 0
     assert found["shared"] <= 227 * 1024
     assert found["spilled"] <= SPILL_LIMIT

@@ -53,6 +53,7 @@ def test_random_ragged_batches(make_batch, device, batch, heads, block_size, dty
 @pytest.mark.parametrize("cached", [0, 15, 16, 17, 127, 128, 129])
 @pytest.mark.parametrize("new", [1, 16, 33])
 def test_causal_end_at_block_and_tile_edges(make_batch, backend, cached, new):
+    """The last key of each row is its own token, wherever blocks and tiles end."""
     make_batch(backend=backend, heads=(4, 2), head_dim=HEAD_DIM, lens=(cached + new,), new=(new,)).check()
 
 
@@ -60,6 +61,7 @@ def test_causal_end_at_block_and_tile_edges(make_batch, backend, cached, new):
 @pytest.mark.parametrize("window", [1, 4, 16, 17, 64])
 @pytest.mark.parametrize("block_size", [8, 16])
 def test_every_row_sees_exactly_its_window(make_batch, backend, window, block_size):
+    """Case 35 for extend."""
     batch = make_batch(
         backend=backend, heads=(1, 1), head_dim=64, v_head_dim=64, block_size=block_size, lens=(64,), new=(50,),
         kv_dtype=torch.float16 if CUDA else torch.float32,
@@ -77,6 +79,7 @@ def test_every_row_sees_exactly_its_window(make_batch, backend, window, block_si
 
 @BOTH
 def test_physical_order_of_blocks_changes_nothing(make_batch, backend):
+    """Cases 8 and 43 for extend: no contiguity is assumed."""
     batch = make_batch(backend=backend, heads=(4, 2), head_dim=HEAD_DIM, lens=(100,), new=(40,))
     out, _ = batch.run()
     turned = make_batch(backend=backend, heads=(4, 2), head_dim=HEAD_DIM, lens=(100,), new=(40,))
@@ -87,6 +90,8 @@ def test_physical_order_of_blocks_changes_nothing(make_batch, backend):
 
 @BOTH
 def test_scales_reach_the_cached_and_the_new_half(make_batch, backend):
+    """Case 29: hit and miss give the same."""
+
     def batch(new):
         return make_batch(backend=backend, heads=(4, 2), head_dim=HEAD_DIM, lens=(96,), new=(new,),
                           kv_dtype=torch.float8_e4m3fn)  # fmt: skip
@@ -113,6 +118,7 @@ def test_chunks_give_what_one_call_gives(make_batch, backend):
 
 @pytest.mark.gpu
 def test_query_rows_beyond_32_bit_offsets():
+    """Case 3 for extend."""
     from radixpool.kernels import AttentionSpec, plan_forest
 
     rows, heads, dim = 270_000, 64, 128

@@ -34,7 +34,7 @@ def test_random_trees(make_batch, device, backend, parents, cached, window, cap,
 
 @BOTH
 def test_siblings_are_at_equal_depth_in_a_window(make_batch, device, backend):
-    """Window 3 over a root with three children and a grandchild of the last: the flat index would cut too early."""
+    """Case 37: window 3 over a root with three children and a grandchild: flat indices would cut too early."""
     batch = make_batch(backend=backend, heads=(1, 1), head_dim=16, v_head_dim=16, lens=(10,), new=(5,))
     batch.q.zero_()
     for pos in range(10):

@@ -40,6 +40,7 @@ def test_slots_get_their_tokens_and_nothing_else_changes(backend, device, dtype,
 
 @BOTH
 def test_negative_slots_leave_the_last_block_alone(backend, device):
+    """Case 44."""
     k_pool, v_pool = pool(device), pool(device)
     k = torch.randn(3, 2, 32, device=device)
     write_kv(k, k, k_pool, v_pool, torch.tensor([5, -1, -1], device=device), backend=backend)
@@ -72,6 +73,7 @@ def test_fp8_rounds_to_nearest_and_saturates(backend, device, scale):
 
 @WRITES_FP8
 def test_fp8_scales_of_each_token_and_head_land_in_a_padded_pool(backend, device):
+    """Case 9: the stride of a block, not its shape, says where its scales are."""
     k = torch.randn(20, 2, 32, device=device) * torch.linspace(0.1, 50, 20, device=device)[:, None, None]
     k[3] = 0
     k_pool, v_pool = pool(device, FP8), pool(device, FP8)
@@ -109,6 +111,7 @@ def test_rope_against_float64(backend, device, interleaved, rotary_dim):
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, FP8], ids=str)
 def test_fused_rope_is_byte_equal_to_unfused(backend, device, dtype):
+    """Case 49."""
     k = torch.randn(40, 2, 64, device=device).to(torch.float16 if dtype == FP8 else dtype)
     angle = torch.rand(40, 32, device=device) * 100
     rope = RoPE(angle.cos(), angle.sin())
@@ -153,6 +156,7 @@ def test_merging_nothing_copies_nothing(backend, device):
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_an_empty_state_is_an_exact_identity(backend, device, dtype):
+    """Case 15."""
     x = torch.randn(3, 4, 48, device=device).to(dtype)
     lse = torch.randn(3, 4, device=device)
     empty = torch.full_like(x, math.nan), torch.full_like(lse, -math.inf)
@@ -162,14 +166,19 @@ def test_an_empty_state_is_an_exact_identity(backend, device, dtype):
 
 
 @BOTH
-def test_merging_empty_states_gives_zero_and_minus_infinity(backend, device):
-    outs, lses = torch.full((3, 2, 4, 16), math.nan, device=device), torch.full((3, 2, 4), -math.inf, device=device)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_merging_empty_states_gives_zero_and_minus_infinity(backend, device, count):
+    """Cases 15 and 16, none of them included."""
+    outs, lses = (
+        torch.full((count, 2, 4, 16), math.nan, device=device),
+        torch.full((count, 2, 4), -math.inf, device=device),
+    )
     out, lse = merge_states(outs, lses, backend=backend)
     assert not out.any() and (lse == -math.inf).all()
 
 
 @BOTH
-@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_merge_against_float64(backend, device, count):
     outs, lses = torch.randn(count, 5, 3, 80, device=device), 20 * torch.randn(count, 5, 3, device=device)
     out, lse = merge_states(outs, lses, backend=backend)
@@ -180,6 +189,7 @@ def test_merge_against_float64(backend, device, count):
 
 @BOTH
 def test_two_chunks_merge_to_one_pass(make_batch, backend):
+    """Case 18: 4,096 and 16 tokens."""
     whole = make_batch(backend=backend, heads=(2, 1), head_dim=16, lens=(4112,))
     want, want_lse = whole.run()
     head = make_batch(backend=backend, heads=(2, 1), head_dim=16, lens=(4096,))
@@ -195,6 +205,7 @@ def test_two_chunks_merge_to_one_pass(make_batch, backend):
 
 @BOTH
 def test_a_cached_prefix_gives_what_computing_it_gives(make_batch, backend, device):
+    """Case 29, with KV written by `write_kv`."""
     hit = make_batch(backend=backend, kv_dtype=FP8, lens=(40,), new=(4,))
     miss = make_batch(backend=backend, kv_dtype=FP8, lens=(40,), new=(40,))
     kv = torch.randn(2, 40, 2, 32, device=device)

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixpool.kernels import AttentionSpec, PlanCapacity, attend, gather_blocks, plan_forest, reference, write_kv
+from radixpool.kernels import (
+    AttentionSpec,
+    PlanCapacity,
+    attend,
+    copy_blocks,
+    gather_blocks,
+    plan_forest,
+    reference,
+    write_kv,
+)
 
 pytestmark = pytest.mark.gpu
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -41,6 +50,7 @@ def check(spec, k_pool, v_pool, tables, lens, tolerance=2e-2):
 
 
 def test_block_offsets_past_two_to_the_31():
+    """Case 1: ids on both sides of 2^31 elements."""
     spec = spec_of((32, 8), 128, 16)
     k_pool = torch.full((131_080, 8, 16, 128), math.nan, device="cuda", dtype=BF16)
     v_pool = torch.full_like(k_pool, math.nan)
@@ -53,6 +63,7 @@ def test_block_offsets_past_two_to_the_31():
 
 @pytest.mark.parametrize("gigabytes", [1.9, 2.1])
 def test_pools_on_both_sides_of_two_gigabytes(gigabytes):
+    """Case 6."""
     spec = spec_of((8, 2), 64, 16)
     count = int(gigabytes * 2**30) // (2 * 16 * 64 * 2)
     torch.manual_seed(7)
@@ -63,6 +74,7 @@ def test_pools_on_both_sides_of_two_gigabytes(gigabytes):
 
 
 def test_query_row_offsets_past_two_to_the_31():
+    """Case 3: 262,400 rows of 64 x 128; each sees one token, so it is that token's V."""
     rows, spec = 262_400, spec_of((64, 1), 128, 1)
     k_pool = torch.randn(rows, 1, 1, 128, device="cuda", dtype=BF16)
     v_pool = torch.randn_like(k_pool)
@@ -77,6 +89,7 @@ def test_query_row_offsets_past_two_to_the_31():
 
 
 def test_write_offsets_past_two_to_the_31():
+    """Case 4."""
     pool = torch.zeros(300_000, 8, 16, 64, device="cuda", dtype=BF16)
     border = 2**31 // (8 * 64)
     slots = torch.tensor([0, border - 1, border, border + 1, 300_000 * 16 - 1], device="cuda")
@@ -89,6 +102,7 @@ def test_write_offsets_past_two_to_the_31():
 
 @pytest.mark.parametrize("heads", [(64, 4), (8, 1), (12, 2)])
 def test_a_captured_graph_serves_other_lengths(make_batch, heads):
+    """Case 23: 16 query heads a KV head, replayed into NaN."""
     batch = make_batch(heads=heads, head_dim=128, kv_dtype=BF16, lens=(700, 33, 0, 64), shared=[([0, 3], 3)])
     plan = batch.plan(capacity=PlanCapacity(max_seqs=4, max_blocks=batch.tables.shape[1]))
     out, lse = batch.run(plan)
@@ -109,6 +123,7 @@ def test_a_captured_graph_serves_other_lengths(make_batch, heads):
 
 
 def test_plans_of_two_steps_queued_behind_a_long_kernel(make_batch):
+    """Case 47: host memory of the first plan is not written before its copy has run."""
     first, second = make_batch(kv_dtype=BF16, lens=(64, 90)), make_batch(kv_dtype=BF16, lens=(17, 64), seed=1)
     torch.cuda._sleep(100_000_000)
     plan = first.plan()
@@ -135,6 +150,7 @@ def test_later_calls_of_a_plan_take_other_tensors_and_numbers(make_batch, kv_dty
 
 @pytest.mark.parametrize("tokens", [57_601, 131_072, 1_048_576])
 def test_very_long_contexts(tokens):
+    """Case 50."""
     spec = spec_of((2, 1), 64, 16)
     count = -(-tokens // 16)
     k_pool, v_pool = (torch.randn(count, 1, 16, 64, device="cuda", dtype=BF16) for _ in range(2))
@@ -148,6 +164,7 @@ def test_very_long_contexts(tokens):
 
 
 def test_fp8_keeps_a_needle_among_131072_keys():
+    """Case 33."""
     spec = spec_of((8, 1), 128, 16, FP8)
     count = 8192
     k_pool = torch.zeros(count, 1, 16, 128, device="cuda").to(FP8)
@@ -162,17 +179,25 @@ def test_fp8_keeps_a_needle_among_131072_keys():
     assert ((out.double() - want).abs() / want).max() < 1e-2
 
 
-def test_decode_on_one_stream_while_another_reads_a_shared_block(make_batch):
+def test_decode_on_one_stream_while_another_saves_a_shared_block_and_loads_others(make_batch):
+    """Case 53: two requests over one shared block; copies run beside them and change nothing of theirs."""
     batch = make_batch(kv_dtype=BF16, lens=(64, 64), shared=[([0, 1], 2)])
     shared = int(batch.tables[0, 0])
+    unused = next(b for b in range(len(batch.k_pool)) if b not in batch.tables)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        copies = [gather_blocks(batch.k_pool, [shared]) for _ in range(20)]
+        copies = []
+        for _ in range(20):
+            copies.append(gather_blocks(batch.k_pool, [shared]))
+            for pool in (batch.k_pool, batch.v_pool):
+                copy_blocks(pool, [shared], [unused])
     outs = [batch.run()[0] for _ in range(20)]
     torch.cuda.synchronize()
     assert all(torch.equal(bits, copies[0]) for bits in copies)
     assert all(torch.equal(out, outs[0]) for out in outs)
+    assert torch.equal(batch.k_pool[unused], batch.k_pool[shared])
+    batch.check()
 
 
 def test_a_built_model_compiles_nothing_when_it_serves(tmp_path):

@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from radixpool.rpc.worker.model_source import find_model, pool_spec_for
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource
 
 BLOCK_SIZE = 16
+QUESTIONS = ("ttft", "decode", "session")
 CACHED_SHARES = (0.0, 0.5, 1.0)
 SESSION_BATCHES = (1, 4, 16, 64)
 SESSION_STEPS = 300
@@ -302,6 +304,15 @@ def show(rows: Sequence[Row]) -> None:
     help="Prompt length of the ttft question; may be given several times.  "
     "[default: 256, 1024, 2048 on the CPU, 1024, 4096, 8000 on a GPU]",
 )
+@click.option(
+    "--question",
+    "questions",
+    type=click.Choice(QUESTIONS),
+    multiple=True,
+    default=QUESTIONS,
+    show_default=True,
+    help="What to measure; may be given several times.",
+)
 @click.option("--repeats", type=click.IntRange(2), default=5, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows here too.")
 def main(
@@ -310,6 +321,7 @@ def main(
     dtype: str | None,
     graphed_tokens: int,
     prompt_tokens: tuple[int, ...],
+    questions: tuple[str, ...],
     repeats: int,
     json_file: Path | None,
 ) -> None:
@@ -320,20 +332,16 @@ def main(
     with Progress(console=console) as progress:
         task = progress.add_task("loading the model", total=None)
         bench = Bench(model, device, pool_dtype(dtype, device), sizes, graphed_tokens)
-        cases = len(bench.prompt_tokens) * len(CACHED_SHARES) + len(sizes.batches) * len(sizes.shared)
-        progress.update(task, total=repeats * cases + len(SESSION_BATCHES))
-
-        def advance() -> None:
-            progress.advance(task)
-
+        measures = {
+            "ttft": (repeats * len(bench.prompt_tokens) * len(CACHED_SHARES), partial(measure_ttft, bench, repeats)),
+            "decode": (repeats * len(sizes.batches) * len(sizes.shared), partial(measure_decode, bench, repeats)),
+            "session": (len(SESSION_BATCHES), partial(measure_session, bench.decode_context)),
+        }
+        progress.update(task, total=sum(measures[question][0] for question in questions))
         rows = []
-        for name, measured in (
-            ("time to first token", measure_ttft(bench, repeats, advance)),
-            ("decode steps", measure_decode(bench, repeats, advance)),
-            ("session", measure_session(bench.decode_context, advance)),
-        ):
-            progress.update(task, description=name)
-            rows += measured
+        for question in questions:
+            progress.update(task, description=question)
+            rows += measures[question][1](lambda: progress.advance(task))
     show(rows)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(item) for item in rows], indent=2) + "\n")

@@ -89,10 +89,7 @@ class StepRows:
 
 
 def check_columns(update: cache_pb2.StepUpdate) -> int:
-    """Return how many rows there are. O(rows).
-
-    Raises ValueError naming the column that does not fit, TypeError never.
-    """
+    """Return how many rows there are. O(rows). Raises ValueError naming the column that does not fit."""
     packed = len(update.handles)
     rows = packed // limits.HANDLE_BYTES
     if packed % limits.HANDLE_BYTES:

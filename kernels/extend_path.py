@@ -13,6 +13,7 @@ from torch import Tensor
 
 from radixpool.kernels.device_plan import DevicePlan
 from radixpool.kernels.extend_plan import (
+    DECODE_QUERY_TOKENS,
     FAST_ROWS,
     ExtendConfig,
     ExtendSchedule,
@@ -23,8 +24,6 @@ from radixpool.kernels.extend_plan import (
 )
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.spec import AttentionSpec
-
-DECODE_QUERY_TOKENS = 8  # up to so many query tokens a sequence are decoding
 
 
 class FastExtend:

@@ -20,6 +20,7 @@ from radixpool.kernels.spec import AttentionSpec
 Array = NDArray[np.int32]
 Long = NDArray[np.int64]
 
+DECODE_QUERY_TOKENS = 8  # up to so many query tokens a sequence are decoding
 FAST_ROWS = 128  # two consumers of 64 rows
 ENTRY = 8  # int32 fields: row start, rows, table, begin, end, first part (-1: writes the output), KV head, shortest row
 MIN_PAGE, MAX_PAGE = 8, 64  # tokens of one bulk copy: at least one swizzle atom; 64 divides where items may begin

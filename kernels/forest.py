@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from radixpool.kernels.spec import AttentionSpec
 
 Array = NDArray[np.int32]
 Long = NDArray[np.int64]
+TallKernel = Literal["plain", "persistent"]
 
 # An item is 16 int32 (one cache line serves two): row start, rows (0: nothing to do), table, begin, end, first part
 # (-1: writes the output), for the first item of a program how many more it has and where they lie, query tokens after
@@ -35,6 +37,7 @@ CUT_TOKENS = 64  # cuts inside a tile fall on multiples of this
 JOIN_SHARE = 0.1  # tiles of 32 rows that have this share of the narrow tokens make the 16-row tiles join their launch
 TALL_COST = 1.6  # time of a token of a tall tile, in tokens of a narrow one
 BESIDE_SHARE = 1.5  # narrow work up to this many times the tall work fills only the room that tall tiles leave
+TALL_SPEED, NARROW_SPEED = 9, 5  # a token of a tall tile costs 9/5 of a narrow one where each has SMs of its own
 WHOLE_TILE_SLACK = 1.08  # whole tiles (no merge) are kept if the longest program has at most this much more work
 
 
@@ -56,7 +59,8 @@ class Forest:
 
     `items[h]` `[n, RECORD]` are the items of tile height `h`: first the first item of each of `programs[h]` programs,
     then the others. `rows` `[num_rows, ROW_RECORD]` lists query rows as items use them. `merge_rows` are rows made of
-    several (or no) partial states, listed in `merge_parts` by `merge_starts`.
+    several (or no) partial states, listed in `merge_parts` by `merge_starts`. `tall_sms` multiprocessors are for tall
+    tiles; `tall` is false where the others are for narrow ones alone.
     """
 
     items: dict[int, Array]
@@ -69,6 +73,7 @@ class Forest:
     unique_tokens: int
     growable: bool
     tall: bool
+    tall_sms: int
 
     @property
     def num_items(self) -> int:
@@ -293,6 +298,13 @@ def runs_beside(tiles: Tiles) -> bool:
     return bool(tall.any()) and int(work[~tall].sum()) <= BESIDE_SHARE * TALL_COST * int(work[tall].sum())
 
 
+def split_sms(tiles: Tiles, num_sms: int) -> int:
+    """Return how many SMs the tallest tiles get where narrower ones run on the others: both end together."""
+    work, tallest = tiles.end - tiles.begin, tiles.height == TILE_ROWS[-1]
+    tall, narrow = TALL_SPEED * int(work[tallest].sum()), NARROW_SPEED * int(work[~tallest].sum())
+    return min(num_sms - 1, max(1, num_sms * tall // (tall + narrow))) if tall and narrow else num_sms
+
+
 def first_items_first(records: Array, starts: Long) -> Array:
     """Move each program's first item to the front, in order, and note there where its other items follow."""
     programs = len(starts) - 1
@@ -340,11 +352,21 @@ def programs_of(
     return ctas_per_head(config_of(height, tall), spec, device, beside=beside and height < TALL_ROWS)
 
 
+def programs_apart(per_sm: int, num_kv_heads: int, num_sms: int) -> int:
+    """Return how many programs per KV head fill `num_sms` multiprocessors that are theirs alone."""
+    return max(1, num_sms * per_sm // num_kv_heads)
+
+
 def build_forest(
     tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
     config_of: Callable[[int, bool], TileConfig], *, min_gain_bytes: float = 1.0,
+    tall_kernel: TallKernel = "plain",
 ) -> Forest:  # fmt: skip
-    """Cut a batch into work items. Vectorised but for one loop over shared paths; O(n log n + table entries)."""
+    """Cut a batch into work items. Vectorised but for one loop over shared paths; O(n log n + table entries).
+
+    `tall_kernel`: "plain" programs leave room for narrow ones on each multiprocessor, "persistent" ones fill theirs, so
+    that narrow tiles run on the others.
+    """
     lens64, new = lens.astype(np.int64), query_lens.astype(np.int64)
     num_rows = int(query_starts[-1])
     row_seq = np.repeat(np.arange(len(lens)), new)
@@ -364,11 +386,17 @@ def build_forest(
     tiles = cut_rows(segments, spec.group_size, limits)
     merging = bool((~tiles.leaf).any())
     tall, beside = bool((tiles.height >= TALL_ROWS).any()), runs_beside(tiles)
+    tall_sms = split_sms(tiles, device.num_sms) if tall_kernel == "persistent" else device.num_sms
+    apart = tall_sms < device.num_sms
     chunks, starts = [], {}
     for height in TILE_ROWS:
         own = np.flatnonzero(tiles.height == height)
         if len(own):
             programs = programs_of(height, config_of, spec, device, tall=tall, beside=beside)
+            if apart:
+                tallest = height == TILE_ROWS[-1]
+                sms = tall_sms if tallest else device.num_sms - tall_sms
+                programs = programs_apart(config_of(height, tallest).ctas_per_sm, spec.num_kv_heads, sms)
             chunk, starts[height] = cut_height(tiles, own, programs, guarded, backs, merging=merging)
             chunks.append(chunk)
     columns = [np.concatenate(c) for c in zip(*chunks, strict=True)] if chunks else [np.zeros(0, np.int64)] * 7
@@ -386,5 +414,5 @@ def build_forest(
         rows=table_of(row_fields, num_rows, ROW_RECORD),
         merge_rows=sorted_rows[merge_rows].astype(np.int32), merge_starts=merge_starts.astype(np.int32),
         merge_parts=merge_parts.astype(np.int32), num_parts=num_parts, unique_tokens=int(lengths.sum()),
-        growable=int(segments.leaf.sum()) == len(active), tall=tall,
+        growable=int(segments.leaf.sum()) == len(active), tall=tall and not apart, tall_sms=tall_sms,
     )  # fmt: skip

@@ -23,11 +23,12 @@ typedef struct {
     i64 num_seqs, width, stride, block_size, group_size, kv_bytes_per_token, v_head_dim, item_overhead_bytes;
     double min_gain_bytes;
     i64 programs[HEIGHTS][2][2]; /* by height, presence of tall tiles, whether they run beside */
+    i64 persistent, num_sms, num_kv_heads, per_sm[HEIGHTS]; /* programs an SM where tall and narrow tiles have their own */
 } Batch;
 
 /* What `take` will write, and facts of the plan; mirrored by native_cut.Sizes. */
 typedef struct {
-    i64 num_rows, num_merge_rows, num_merge_parts, num_parts, unique_tokens, growable, tall;
+    i64 num_rows, num_merge_rows, num_merge_parts, num_parts, unique_tokens, growable, tall, tall_sms;
     i64 items[HEIGHTS], programs[HEIGHTS];
 } Sizes;
 
@@ -376,6 +377,16 @@ static void cut_height(Cut *c, int h, i64 programs, int merging, i64 *keys, i64 
     c->num_pieces += count;
 }
 
+static i64 split_sms(const Cut *c) {
+    i64 tall = 0, narrow = 0, num_sms = c->in->num_sms;
+    for (i64 i = 0; i < c->num_tiles; i++) {
+        const Tile *t = &c->tiles[i];
+        *(t->height == TILE_ROWS[HEIGHTS - 1] ? &tall : &narrow) += t->end - t->begin;
+    }
+    tall *= TALL_SPEED, narrow *= NARROW_SPEED;
+    return tall && narrow ? min64(num_sms - 1, max64(1, num_sms * tall / (tall + narrow))) : num_sms;
+}
+
 static void cut_all_heights(Cut *c) {
     i64 narrow = 0, tall = 0, n = c->num_tiles;
     int merging = 0;
@@ -386,12 +397,19 @@ static void cut_all_heights(Cut *c) {
         c->sizes->tall |= t->height >= TALL_ROWS;
     }
     int beside = c->sizes->tall && (double)narrow <= BESIDE_SHARE * TALL_COST * (double)tall;
+    c->sizes->tall_sms = c->in->persistent ? split_sms(c) : c->in->num_sms;
+    int apart = c->sizes->tall_sms < c->in->num_sms;
     i64 *keys = reserve(c, n, sizeof(i64)), *other = reserve(c, n, sizeof(i64)), *length = reserve(c, n, sizeof(i64));
     Tile *own = reserve(c, n, sizeof(Tile));
     for (int h = 0; h < HEIGHTS; h++) {
         i64 programs = c->in->programs[h][c->sizes->tall][beside];
+        if (apart) {
+            i64 sms = h == HEIGHTS - 1 ? c->sizes->tall_sms : c->in->num_sms - c->sizes->tall_sms;
+            programs = max64(1, sms * c->in->per_sm[h] / c->in->num_kv_heads);
+        }
         cut_height(c, h, programs, merging, keys, other, own, length);
     }
+    if (apart) c->sizes->tall = 0;
 }
 
 static void merge_lists(Cut *c) {

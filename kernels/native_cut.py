@@ -9,14 +9,14 @@ from collections.abc import Callable
 import numpy as np
 
 from radixpool.kernels import forest as numpy_cut
-from radixpool.kernels.forest import RECORD, ROW_RECORD, Array, Forest
+from radixpool.kernels.forest import RECORD, ROW_RECORD, Array, Forest, TallKernel
 from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, DeviceInfo, TileConfig
 from radixpool.kernels.native import load
 from radixpool.kernels.spec import AttentionSpec
 
 CONSTANTS = (
     "RECORD", "ROW_RECORD", "ITEM_OVERHEAD_TOKENS", "MIN_PIECE_TOKENS", "CUT_TOKENS", "JOIN_SHARE", "TALL_COST",
-    "BESIDE_SHARE", "WHOLE_TILE_SLACK",
+    "BESIDE_SHARE", "TALL_SPEED", "NARROW_SPEED", "WHOLE_TILE_SLACK",
 )  # fmt: skip
 
 
@@ -29,6 +29,8 @@ class Batch(ctypes.Structure):
                                               "kv_bytes_per_token", "v_head_dim", "item_overhead_bytes")),
         ("min_gain_bytes", ctypes.c_double),
         ("programs", ctypes.c_int64 * 2 * 2 * len(TILE_ROWS)),
+        *((name, ctypes.c_int64) for name in ("persistent", "num_sms", "num_kv_heads")),
+        ("per_sm", ctypes.c_int64 * len(TILE_ROWS)),
     )  # fmt: skip
 
 
@@ -37,7 +39,7 @@ class Sizes(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_rows", "num_merge_rows", "num_merge_parts", "num_parts",
-                                              "unique_tokens", "growable", "tall")),
+                                              "unique_tokens", "growable", "tall", "tall_sms")),
         ("items", ctypes.c_int64 * len(TILE_ROWS)),
         ("programs", ctypes.c_int64 * len(TILE_ROWS)),
     )  # fmt: skip
@@ -61,14 +63,16 @@ def library() -> ctypes.CDLL | None:
 @functools.lru_cache(maxsize=64)
 def fixed_fields(
     spec: AttentionSpec, device: DeviceInfo, config_of: Callable[[int, bool], TileConfig], min_gain_bytes: float,
-    item_overhead_bytes: int,
+    item_overhead_bytes: int, tall_kernel: TallKernel,
 ) -> bytes:  # fmt: skip
     """Return a `Batch` without its arrays: what stays the same from step to step."""
     batch = Batch(
         block_size=spec.block_size, group_size=spec.group_size, kv_bytes_per_token=spec.kv_bytes_per_token,
         v_head_dim=spec.v_head_dim, item_overhead_bytes=item_overhead_bytes, min_gain_bytes=min_gain_bytes,
+        persistent=tall_kernel == "persistent", num_sms=device.num_sms, num_kv_heads=spec.num_kv_heads,
     )  # fmt: skip
     for h, height in enumerate(TILE_ROWS):
+        batch.per_sm[h] = config_of(height, height == TILE_ROWS[-1]).ctas_per_sm
         for tall in (0, 1):
             for beside in (0, 1):
                 batch.programs[h][tall][beside] = numpy_cut.programs_of(
@@ -80,14 +84,16 @@ def fixed_fields(
 def build_forest(
     tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
     config_of: Callable[[int, bool], TileConfig], *, min_gain_bytes: float = 1.0,
+    tall_kernel: TallKernel = "plain",
 ) -> Forest:  # fmt: skip
     """Cut a batch as `forest.build_forest` does; in C where there is a compiler. int32 arrays, contiguous rows."""
     code = library()
     if code is None:
         return numpy_cut.build_forest(
-            tables, lens, query_lens, query_starts, spec, device, config_of, min_gain_bytes=min_gain_bytes
-        )
-    fixed = fixed_fields(spec, device, config_of, min_gain_bytes, numpy_cut.ITEM_OVERHEAD_BYTES)
+            tables, lens, query_lens, query_starts, spec, device, config_of, min_gain_bytes=min_gain_bytes,
+            tall_kernel=tall_kernel,
+        )  # fmt: skip
+    fixed = fixed_fields(spec, device, config_of, min_gain_bytes, numpy_cut.ITEM_OVERHEAD_BYTES, tall_kernel)
     batch, sizes = Batch.from_buffer_copy(fixed), Sizes()
     batch.tables, batch.lens = tables.ctypes.data, lens.ctypes.data
     batch.query_lens, batch.query_starts = query_lens.ctypes.data, query_starts.ctypes.data
@@ -115,5 +121,5 @@ def forest_of(out: Array, widths: tuple[int, ...], sizes: Sizes) -> Forest:
         programs={h: sizes.programs[i] for h, i in present},
         rows=rows.reshape(-1, ROW_RECORD), merge_rows=merge_rows, merge_starts=merge_starts, merge_parts=merge_parts,
         num_parts=sizes.num_parts, unique_tokens=sizes.unique_tokens, growable=bool(sizes.growable),
-        tall=bool(sizes.tall),
+        tall=bool(sizes.tall), tall_sms=sizes.tall_sms,
     )  # fmt: skip

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixpool.kernels.device_plan import MAX_CHANGES, DevicePlan, PlanCapacity
-from radixpool.kernels.forest import Forest
+from radixpool.kernels.extend_plan import DECODE_QUERY_TOKENS, extend_config
+from radixpool.kernels.forest import Forest, TallKernel
 from radixpool.kernels.launch import DeviceInfo, TileConfig, tile_config
 from radixpool.kernels.native_cut import build_forest
 from radixpool.kernels.plan_step import Changes, StepWatch, TableEntries
@@ -151,12 +152,20 @@ class ForestPlan:
         self.block_tables, self.seq_lens, self.query_lens, self.query_starts = tables, lens, new, starts
         self.decoding = query_lens is None or bool((new == 1).all())
 
+    def tall_kernel(self, query_lens: Int32Array) -> TallKernel:
+        """Return which kernel will run the tallest tiles; "persistent" is the fast extend kernel (extend_path.py)."""
+        if self.capacity is not None or torch.device(self.spec.device).type != "cuda":
+            return "plain"
+        extends = len(query_lens) and query_lens.max() > DECODE_QUERY_TOKENS
+        return "persistent" if extends and extend_config(self.spec, self.device.arch) is not None else "plain"
+
     def cut_to_fit(self, tables: Int32Array, lens: Int32Array, new: Int32Array, starts: Int32Array) -> Forest:
         """Cut a batch into items; share less where a capacity has no room for the partial states."""
         gain = 1.0 if self.sharing == "forest" else np.inf
         while True:
             forest = build_forest(
-                tables, lens, new, starts, self.spec, self.device, self.config_of, min_gain_bytes=gain
+                tables, lens, new, starts, self.spec, self.device, self.config_of, min_gain_bytes=gain,
+                tall_kernel=self.tall_kernel(new),
             )  # fmt: skip
             if self.capacity is None or self.capacity.holds(forest):
                 return forest

@@ -55,14 +55,33 @@ def assert_same(want, got):
     for name in ("rows", "merge_rows", "merge_starts", "merge_parts"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
         assert getattr(got, name).dtype == np.int32
-    for name in ("num_parts", "unique_tokens", "growable", "tall"):
+    for name in ("num_parts", "unique_tokens", "growable", "tall", "tall_sms"):
         assert getattr(got, name) == getattr(want, name), name
 
 
 @settings(max_examples=400, deadline=None)
-@given(batches(), st.sampled_from([1.0, -1e9, np.inf]), st.sampled_from([1, 4, 132]))
-def test_the_same_cut_bit_for_bit(drawn, gain, sms):
-    assert_same(*both(*drawn, sms, min_gain_bytes=gain))
+@given(
+    batches(), st.sampled_from([1.0, -1e9, np.inf]), st.sampled_from([1, 4, 132]),
+    st.sampled_from(["plain", "persistent"]),
+)  # fmt: skip
+def test_the_same_cut_bit_for_bit(drawn, gain, sms, tall_kernel):
+    assert_same(*both(*drawn, sms, min_gain_bytes=gain, tall_kernel=tall_kernel))
+
+
+def test_tall_and_narrow_tiles_get_processors_of_their_own():
+    """2,048 new tokens beside 64 decodes of 4,096: the persistent kernel leaves processors to them."""
+    tables = np.random.default_rng(0).permutation(65 * 256).reshape(65, 256).astype(np.int32)
+    new = np.array([2048] + [1] * 64, np.int32)
+    spec = AttentionSpec(32, 8, 128, 16, backend="torch")
+    batch = tables, np.full(65, 4096, np.int32), new, spec
+    want, got = both(*batch, tall_kernel="persistent")
+    assert_same(want, got)
+    assert 20 < got.tall_sms < 112 and not got.tall
+    assert got.programs[128] == max(1, got.tall_sms // 8) and got.programs[16] == (132 - got.tall_sms) * 2 // 8
+    plain, _ = both(*batch)
+    assert plain.tall_sms == 132 and plain.tall
+    decode, _ = both(tables, batch[1], np.ones(65, np.int32), spec, tall_kernel="persistent")
+    assert decode.tall_sms == 132
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -60,3 +60,5 @@ DEFAULT_LEASE_TTL_MS: Final = 10_000
 MAX_LEASE_TTL_MS: Final = 3_600_000
 EXPIRY_SLICE_SEQUENCES: Final = 64
 """Sequences of expired clients that are aborted under one hold of the lock."""
+EXPIRY_SLICE_BLOCKS: Final = 16_384
+"""Blocks after which such a hold ends, whatever the number of sequences; one sequence is always ended as a whole."""

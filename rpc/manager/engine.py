@@ -231,7 +231,8 @@ class Engine:
     def sweep(self) -> bool:
         """Abort a slice of what expired clients held. Returns whether there is more to do at once.
 
-        Holds the lock for at most `EXPIRY_SLICE_SEQUENCES` releases, so that others wait no longer than that.
+        Holds the lock for at most `EXPIRY_SLICE_SEQUENCES` releases, fewer when they reach `EXPIRY_SLICE_BLOCKS`, so
+        that others wait no longer than that.
         """
         with self.lock:
             self.former_life.poll()
@@ -244,6 +245,7 @@ class Engine:
                 self._gone(worker)
             self.cache.expire()
             self._note_event_time()
+            num_blocks = 0
             for _ in range(limits.EXPIRY_SLICE_SEQUENCES):
                 if not self._dying:
                     return self.former_life.is_ending
@@ -251,8 +253,11 @@ class Engine:
                 if held is None:
                     self._gone(self._dying.popleft())
                 else:
+                    num_blocks += held.sequence.num_blocks
                     self.cache.release(held.sequence, after_step=self.steps.fence(held, None))
                     _SLICE()
+                    if num_blocks >= limits.EXPIRY_SLICE_BLOCKS:
+                        return True
             return bool(self._dying) or self.former_life.is_ending
 
     def _note_event_time(self) -> None:

@@ -47,7 +47,8 @@ class Lease:
         self.epoch = epoch
         self.deadline = deadline
         self.alive = True
-        self.handles: dict[bytes, None] = {}
+        # Taken from the front when the lease ends, which a plain dict does in O(what was taken before).
+        self.handles: OrderedDict[bytes, None] = OrderedDict()
         self.replied: dict[int, None] = {}
         self.reply_floor = 0
         self.process = ProcessWatch()

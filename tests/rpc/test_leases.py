@@ -6,6 +6,7 @@ import itertools
 import time
 
 import grpc
+import numpy as np
 import pytest
 
 from radixpool.radix import UnknownSequence
@@ -132,6 +133,24 @@ def test_registering_again_aborts_what_the_former_epoch_held(server, client, eve
     with pytest.raises(UnknownSequence):
         client.release(handle)
     eventually(lambda: client.stats().cache.num_sequences == 0)
+
+
+def test_a_slice_of_the_expiry_ends_with_its_blocks_too(monkeypatch):
+    monkeypatch.setattr(limits, "EXPIRY_SLICE_BLOCKS", 100)
+    clock = Clock()
+    manager = engine.Engine(ManagerOptions(listen="localhost:0", num_blocks=4096, block_size=1), clock=clock)
+    epoch = manager.register_client(A, name="large", role=1)
+    header = common_pb2.RequestHeader(client_id=A, epoch=epoch)
+    for number in range(40):
+        tokens = (np.arange(30, dtype="<u4") + number * 100).tobytes()
+        manager.run("acquire", cache_pb2.AcquireRequest(header=header, tokens=tokens), cache_pb2.AcquireResponse())
+    clock.now += 10
+    free = [manager.cache.stats().free_blocks]
+    while manager.sweep():
+        free.append(manager.cache.stats().free_blocks)
+    slices = [after - before for before, after in itertools.pairwise(free)]
+    assert set(slices) == {120}, "100 blocks are reached with the fourth sequence of 30"
+    assert manager.cache.stats().free_blocks == 4096
 
 
 def test_expiry_is_swept_in_slices():

@@ -25,7 +25,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixpool.kernels.device_attend import UNSPECIALISED, attend_items, merge_partials
+from radixpool.kernels.device_attend import UNSPECIALISED, attend_items
+from radixpool.kernels.device_merge import merge_partials
 from radixpool.kernels.extend_path import gluon_launcher
 from radixpool.kernels.extend_plan import extend_config
 from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, tile_config, uses_pairs

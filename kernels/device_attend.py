@@ -1,4 +1,4 @@
-"""Device code of attention: `attend_items` runs work items over the pool, `merge_partials` joins what several gave.
+"""Device code of attention: `attend_items` runs work items over the pool; `device_merge.py` joins what several gave.
 
 A work item is a run of query rows (at most BM // G of them) times a run of tokens of one block table, for one KV head.
 Scores live in base 2: partial states are a normalised output and `log2` of its denominator.
@@ -309,51 +309,4 @@ def attend_items(
                 tl.store(LSE + cell, tl.where(total > 0, (top + tl.log2(safe)) * LN2, NEG_INF), mask=live)
         row_start, num_rows, seq, begin, end, part, after, all_see = ahead
     if PDL:
-        gdc_wait()
-
-
-@triton.jit
-def merge_partials(
-    OUT, LSE, SINKS, PART, PART_LSE, ROWS, STARTS, PARTS, COUNTS,
-    HQ: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Merge the partial states of row ROWS[i] for one query head; grid (rows, num_q_heads)."""
-    i = tl.program_id(0)
-    head = tl.program_id(1)
-    if i < tl.load(COUNTS):
-        row = tl.load(ROWS + i)
-        first = tl.load(STARTS + i)
-        last = tl.load(STARTS + i + 1)
-        n = tl.arange(0, BLOCK_N)
-        dv = tl.arange(0, BLOCK_DV)
-        cell = tl.load(PARTS + first + n, mask=first + n < last, other=0).to(tl.int64) * HQ + head
-        top = NEG_INF
-        total = 0.0
-        if HAS_SINKS:
-            top = tl.load(SINKS + head) * LOG2E
-            total = 1.0
-        acc = tl.zeros([BLOCK_DV], tl.float32)
-        if PDL:
-            gdc_wait()
-        for start in range(first, last, BLOCK_N):
-            lse2 = tl.load(PART_LSE + cell, mask=start + n < last, other=NEG_INF)
-            here = (start + n < last)[:, None] & (dv < DV)[None, :]
-            x = tl.load(PART + cell[:, None] * DV + dv[None, :], mask=here, other=0.0)
-            new_top = tl.maximum(top, tl.max(lse2, 0))
-            base = tl.where(new_top == NEG_INF, 0.0, new_top)
-            weight = tl.exp2(lse2 - base)
-            shrink = tl.exp2(top - base)
-            acc = acc * shrink + tl.sum(x * weight[:, None], 0)
-            total = total * shrink + tl.sum(weight, 0)
-            top = new_top
-            ahead = start + BLOCK_N + n
-            cell = tl.load(PARTS + ahead, mask=ahead < last, other=0).to(tl.int64) * HQ + head
-        safe = tl.where(total > 0, total, 1.0)
-        out = acc / safe
-        target = row.to(tl.int64) * HQ + head
-        tl.store(OUT + target * DV + dv, out.to(OUT.dtype.element_ty), mask=dv < DV)
-        if HAS_LSE:
-            tl.store(LSE + target, tl.where(total > 0, (top + tl.log2(safe)) * LN2, NEG_INF))
-    elif PDL:
         gdc_wait()

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from radixpool.kernels.device_attend import attend_items, merge_partials
+from radixpool.kernels.device_attend import attend_items
 from radixpool.kernels.device_copy import merge_finished, move_blocks, rotate_rows, write_slots
+from radixpool.kernels.device_merge import merge_partials
 from radixpool.kernels.extend_path import fast_extend
 from radixpool.kernels.extend_plan import FAST_ROWS, plain_only
 from radixpool.kernels.launch import TileConfig, next_power_of_two, uses_pairs
@@ -101,14 +102,20 @@ def attend_variant(
     return KernelVariant(attend_items, constants, options)
 
 
+def merged_heads(spec: AttentionSpec, *, many: bool) -> int:
+    """Return the query heads that one program of the merge joins: few programs, but of all threads busy."""
+    return 1 if many else min(4, next_power_of_two(spec.num_q_heads))
+
+
 @functools.cache
 def merge_variant(spec: AttentionSpec, features: Features, *, many: bool, chained: bool) -> KernelVariant:
     """Return the kernel that merges partial states; `many` for rows of more than 16 of them."""
     constants = {
         "HQ": spec.num_q_heads, "DV": spec.v_head_dim, "BLOCK_DV": next_power_of_two(spec.v_head_dim),
-        "BLOCK_N": 64 if many else 16, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse, "PDL": features.pdl,
+        "HEADS": merged_heads(spec, many=many), "GROUPS": 4 if many else 1, "BLOCK_N": 16,
+        "HAS_SINKS": features.sinks, "HAS_LSE": features.lse, "PDL": features.pdl,
     }  # fmt: skip
-    options: dict[str, Any] = {"num_warps": 8 if many else 2}
+    options: dict[str, Any] = {"num_warps": 4}
     if chained:
         options["launch_pdl"] = True
     return KernelVariant(merge_partials, constants, options)
@@ -154,7 +161,8 @@ class BoundCall:
         if on_device.merge_grid:
             variant = merge_variant(spec, features, many=on_device.many_parts, chained=chained and features.pdl)
             lists = (sections[name] for name in ("merge_rows", "merge_starts", "merge_parts", "counts"))
-            grid = (on_device.merge_grid, spec.num_q_heads, 1)
+            heads = merged_heads(spec, many=on_device.many_parts)
+            grid = (on_device.merge_grid, -(-spec.num_q_heads // heads), 1)
             self.merge = Launch(variant, grid, (part, part_lse, *lists), ())
 
     def first(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], kind: Any) -> None:

@@ -85,13 +85,12 @@ class RadixCache(Inspection):
         changes and the result says what would go; that costs O(runs in the cache).
         """
         check_count("num_blocks", num_blocks)
-        taken: list[bytes] = []
         if dry_run:
-            count = shadow(self)._evict(num_blocks, taken=taken, all_may_pay=True)
+            taken = shadow(self)._make_free(num_blocks, all_may_pay=True)
         else:
             self._tick += 1
-            count = self._evict(num_blocks, taken=taken, all_may_pay=True)
+            taken = self._make_free(num_blocks, all_may_pay=True)
         order = [np.frombuffer(blocks, dtype=np.int32)[::-1] for blocks in taken]  # each run goes from its tail
         blocks = np.concatenate(order) if order else np.empty(0, dtype=np.int32)
         blocks.setflags(write=False)
-        return EvictResult(count, blocks)
+        return EvictResult(blocks.size, blocks)

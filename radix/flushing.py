@@ -70,13 +70,16 @@ class Flushing(Tenants):
     def _drain(self, root: Root) -> int:
         """Free everything below `root` that nobody holds; return how many blocks of it are still held."""
         held = 0
+        taken: list[bytes] = []
         for node in reversed(self._subtree(root)[1:]):
             if node.ref or node.fence:
                 held += node.num_blocks
             else:
                 left = node.num_blocks
                 while left:  # a policy may allow a run to lose a few blocks at a time
-                    left -= self._shorten(node, left, None)
+                    left -= self._shorten(node, left, taken)
+        if self._persistence is not None and taken:
+            self._persistence.returned(b"".join(taken))
         return held
 
     def _count_unfindable(self, namespace: Namespace | None) -> int:

@@ -239,7 +239,7 @@ class Lifecycle(Retention):
             self._give(private, node)
         self._drop(node)
         if self._policy.evicts_on_release:
-            self._evict(self._cached)
+            self._make_free(self._cached)
         return ReleaseResult(len(private) >> 2, 0) if private else _NOTHING_RELEASED
 
     def _release_odd(self, seq: Sequence, private: bytes, steps: dict[str, int]) -> ReleaseResult:
@@ -254,7 +254,7 @@ class Lifecycle(Retention):
         self._drop_after(node, steps)
         result = ReleaseResult(len(self._free) - free, self._quarantine.num_blocks - quarantined)
         if self._policy.evicts_on_release:
-            self._evict(self._cached)
+            self._make_free(self._cached)
         return result
 
     def sequence(self, handle: int) -> Sequence:

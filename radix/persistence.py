@@ -1,10 +1,11 @@
 """What the cache tells the outside so that its contents outlive the process.
 
 The cache does no I/O. Whoever wants it to survive a crash hands a `Persistence` to the constructor; the cache calls it
-**before** the change that the call describes, so that at every instant what is recorded is a safe subset of the truth:
+so that at every instant what is recorded is safe to find again:
 
 * a block is recorded as stored before it becomes findable,
-* a record is cleared before its block leaves the tree, and so before the block can be handed out again,
+* a record is cleared before anybody may write to its block, and by the end of the operation that made it unfindable (a
+  block that is evicted for a request is handed out at once, which clears its record: one call for both),
 * a block is marked private before a sequence can write to it, and free only after the last possible write.
 
 Only `prepare` may refuse (a full disk), and it is called before an operation has changed anything. The others must not
@@ -28,7 +29,7 @@ BlockIds: TypeAlias = bytes | Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class Persistence(Protocol):
-    """Records what becomes of blocks; every method is called before the change that it describes."""
+    """Records what becomes of blocks; called before anybody outside the cache can see the change or act on it."""
 
     def prepare(self, namespace: Namespace, media: bytes = b"") -> None:
         """Make sure that blocks under these keys can be stored: the first step of a commit, and the only one to fail.
@@ -39,7 +40,10 @@ class Persistence(Protocol):
         """
 
     def handed_out(self, blocks: BlockIds) -> None:
-        """Note that free `blocks` become private to a sequence: from now on a worker may write to them."""
+        """Note that `blocks`, free or just evicted, become private to a sequence: a worker may write to them.
+
+        The records of those that were committed are cleared, one after the other in this order.
+        """
 
     def stored(
         self,
@@ -69,4 +73,4 @@ class Persistence(Protocol):
         """Clear the records of committed `blocks` that leave the tree while somebody still holds them."""
 
     def returned(self, blocks: BlockIds) -> None:
-        """Clear the records of `blocks`, private or committed, that become free: nobody can touch them any more."""
+        """Clear the records of `blocks`, private or committed, that are free: nobody can touch them any more."""

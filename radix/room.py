@@ -74,7 +74,10 @@ class Room(Tree):
         return self._cached - closed
 
     def _claim(self, needed: int, payer: Node) -> bytes:
-        """Evict what is short of `needed` >= 1 blocks and take them. `_make_room` has proven that it works."""
+        """Evict what is short of `needed` >= 1 blocks and take them. `_make_room` has proven that it works.
+
+        All that is evicted for it is among what is taken, so that it is recorded once, as handed out.
+        """
         account = payer.account
         if account is not None and account.maximum is not None and account.used + needed > account.maximum:
             self._evict_own(account.used + needed - account.maximum, account)
@@ -119,8 +122,19 @@ class Room(Tree):
             left -= self._shorten(run, limit, taken)  # type: ignore[arg-type]  # every run is a node
         return count - left
 
+    def _make_free(self, count: int, *, all_may_pay: bool = False) -> list[bytes]:
+        """Evict up to `count` blocks for nobody. Return which went, run by run."""
+        taken: list[bytes] = []
+        self._evict(count, taken=taken, all_may_pay=all_may_pay)
+        if self._persistence is not None and taken:
+            self._persistence.returned(b"".join(taken))
+        return taken
+
     def _shorten(self, run: Node, limit: int, taken: list[bytes] | None) -> int:
-        """Evict up to `limit` blocks from the tail of a candidate. Return how many went."""
+        """Evict up to `limit` blocks from the tail of a candidate. Return how many went.
+
+        They go to the free list; the caller hands them out or records them as free before anything else happens.
+        """
         policy = run.policy
         assert policy is not None
         gone = run.blocks
@@ -148,7 +162,6 @@ class Room(Tree):
             shortest = run.parent
         if self._persistence is not None:
             self._tell_touched(shortest)
-            self._persistence.returned(gone)
         self._free.frombytes(gone)
         if run.account is not None:
             run.account.used -= size

@@ -47,11 +47,15 @@ class CacheState:
     # -- blocks
 
     def _take(self, count: int, payer: Node) -> bytes:
-        """Take `count` >= 1 free blocks, which must be there. O(count)."""
+        """Take `count` >= 1 free blocks, which must be there. O(count).
+
+        They are told in the order in which they became free: of evicted ones ancestors first within a run, so that the
+        records that are left when the process dies meanwhile hang together as they did, or on nothing.
+        """
         free = self._free
-        taken = free[: -count - 1 : -1].tobytes()
         if self._persistence is not None:
-            self._persistence.handed_out(taken)
+            self._persistence.handed_out(free[-count:].tobytes())
+        taken = free[: -count - 1 : -1].tobytes()
         del free[-count:]
         if payer.account is not None:
             payer.account.used += count

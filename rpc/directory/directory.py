@@ -156,7 +156,7 @@ class BlockDirectory:
             self._wants_compaction = self._files.interned.wants_compaction
 
     def handed_out(self, blocks: BlockIds) -> None:
-        """Note that free `blocks` become private. O(len(blocks)).
+        """Note that `blocks`, free or just evicted, become private. O(len(blocks)).
 
         Writes the key log anew when it has doubled, O(num_blocks): here, because no commit is under way here whose
         keys were prepared and are not yet named by a record.

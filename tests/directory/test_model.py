@@ -96,10 +96,11 @@ def test_the_walk_notices_a_directory_that_forgets_to_write(
         for _ in range(20):
             manager = killing.KilledManager(rng.randrange(6, 21))
             try:
-                for _ in range(200):
-                    step(manager, rng)
-                    manager.check()
-                manager.check_eviction_order()
+                for _ in range(8):
+                    for _ in range(25):
+                        step(manager, rng)
+                        manager.check()
+                    manager.check_eviction_order()
             finally:
                 manager.close()
 

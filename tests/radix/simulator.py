@@ -54,7 +54,9 @@ class Directory:
             raise DiskFull("disk full")
 
     def handed_out(self, blocks) -> None:
-        self.set(blocks, "free", "private")
+        for block in _ids(blocks):  # free, or evicted for it
+            assert self.state.get(block, "free") in ("free", "stored")
+            self.state[block] = "private"
 
     def stored(self, blocks, tokens, *, parent, position, namespace, last_use, media=b"") -> None:
         assert len(tokens) == len(blocks) * BLOCK

@@ -52,7 +52,8 @@ class Watchful:
 
     def handed_out(self, blocks: Any) -> None:
         assert all(self._is_free(block) for block in ids(blocks)), "told before they leave the free list"
-        self._move("handed_out", blocks, ("free",), "private")
+        assert not self._findable() & set(ids(blocks)), "told after they were evicted for it"
+        self._move("handed_out", blocks, ("free", "committed"), "private")
 
     def stored(self, blocks: Any, tokens: bytes, *, parent: int, namespace: Namespace, **_rest: Any) -> None:
         assert not self._findable() & set(ids(blocks)), "told before they become findable"
@@ -69,7 +70,8 @@ class Watchful:
         self._move("removed", blocks, ("committed",), "private")
 
     def returned(self, blocks: Any) -> None:
-        assert not any(self._is_free(block) for block in ids(blocks)), "told before they are free"
+        given = {block for block in ids(blocks) if self.states[block] == "private"}
+        assert not any(self._is_free(block) for block in given), "told before they are free"
         self._move("returned", blocks, ("private", "committed"), "free")
 
 

@@ -43,7 +43,7 @@ def test_twelve_heads_and_exact_distances(make_batch, device, backend, context, 
     dtype=st.sampled_from(DTYPES), window=st.sampled_from([0, 0, 1, 20]), cap=st.sampled_from([0.0, 3.0]),
     sinks=st.booleans(), share=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=30 if CUDA else 8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10 if CUDA else 8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_batches(make_batch, device, backend, batch, heads, block_size, dtype, window, cap, sinks, share, seed):
     lens, new = tuple(c + n for c, n in batch), tuple(n for _, n in batch)
     depth = min(lens) // block_size

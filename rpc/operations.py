@@ -273,6 +273,7 @@ class SequenceView:
     cached_tokens: int
     committed_tokens: int
     invalid_from_block: int | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

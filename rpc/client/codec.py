@@ -194,6 +194,7 @@ def _block_table(message: cache_pb2.BlockTableResult) -> ops.SequenceView | Exce
         cached_tokens=view.cached_tokens,
         committed_tokens=view.committed_tokens,
         invalid_from_block=_invalid_from(view),
+        tenant=view.tenant,
     )
 
 

@@ -150,6 +150,7 @@ class Operations:
         view.block_table = sequence.packed_block_table
         view.cached_tokens = sequence.cached_tokens
         view.committed_tokens = sequence.committed_tokens
+        view.tenant = sequence.namespace.tenant
         if sequence.invalid_from is not None:
             view.invalid_from_block = sequence.invalid_from
 

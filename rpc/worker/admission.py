@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from radixpool.radix.errors import UnknownSequence
 from radixpool.rpc import operations as ops
 from radixpool.rpc.worker.limits import EngineLimits, check_prompt
 from radixpool.rpc.worker.requests import GenerateCall, HandleSource, PromptSource, RunningSequence, common_prefix
@@ -73,6 +74,8 @@ class Admission:
         view = tables.sequences[0]
         if isinstance(view, Exception):
             raise view
+        if source.tenant not in (None, view.tenant):  # answered as the manager answers a handle that never was
+            raise UnknownSequence(f"{source.handle[:4].hex()}…")
         check_prompt(view.tokens, call.sampling, self._limits)
         num_tokens = len(view.tokens)
         written = max(view.cached_tokens, view.committed_tokens)

@@ -156,7 +156,12 @@ class LocalPort:
         if sequence is None:
             return UnknownSequence(handle)
         return SequenceView(
-            handle, sequence.tokens, sequence.block_table, sequence.cached_tokens, sequence.committed_tokens
+            handle,
+            sequence.tokens,
+            sequence.block_table,
+            sequence.cached_tokens,
+            sequence.committed_tokens,
+            tenant=sequence.namespace.tenant,
         )
 
 

@@ -29,9 +29,13 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True)
 class HandleSource:
-    """A sequence that the caller acquired and will release; the engine commits and extends it."""
+    """A sequence that the caller acquired and will release; the engine commits and extends it.
+
+    `tenant` is the only one whose sequences the caller may use; None for callers that serve all.
+    """
 
     handle: bytes
+    tenant: str | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -21,6 +21,7 @@ from radixpool.rpc.convert import (
 )
 from radixpool.rpc.generation import GenerateFinished
 from radixpool.rpc.pool_types import PoolSpec
+from radixpool.rpc.security.identity import current_tenant
 from radixpool.rpc.status import status_from_error
 from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.requests import GenerateCall, HandleSource, PromptSource
@@ -99,7 +100,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             case "handle":
                 if len(request.handle) != limits.HANDLE_BYTES:
                     raise ValueError(f"handle must be {limits.HANDLE_BYTES} bytes, got {len(request.handle)}")
-                return GenerateCall(HandleSource(request.handle), sampling)
+                return GenerateCall(HandleSource(request.handle, current_tenant()), sampling)
             case _:
                 raise ValueError("source must be a handle or a prompt, got neither")
 

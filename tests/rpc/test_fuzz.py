@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -204,17 +203,11 @@ def test_a_million_empty_operations_are_refused_at_once(target):
     target.server.engine.check()
 
 
-def test_64_mib_messages_are_cut_off_and_leave_no_memory_behind(target):
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    payload = bytes(64 << 20)
+def test_64_mib_messages_are_cut_off(target):  # how much memory they take: test_connections.py
     method = SERVICES[0].methods_by_name["Match"]
-    target.call(method, payload)
-    before = resident_bytes()
-    for _ in range(5):
-        assert target.call(method, payload)[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert resident_bytes() - before < 64 << 20
+    for _ in range(3):
+        assert target.call(method, bytes(64 << 20))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+    target.server.engine.check()
 
 
 def test_streams_that_never_read_stop_nobody(target):

@@ -19,6 +19,7 @@ from radixpool.rpc.errors import AddressInUse, LimitExceeded, ManagerUnavailable
 from radixpool.rpc.generation import FinishReason, GenerateFinished, GenerateStarted, GenerateTokens, SamplingParams
 from radixpool.rpc.operations import Acquire
 from radixpool.rpc.pool_types import KvDtype, PoolLayout, PoolSpec
+from radixpool.rpc.security.tokens import new_token
 from radixpool.rpc.worker.server import start_server
 from radixpool.rpc.worker.service import WorkerServicer
 from radixpool.v1 import worker_pb2, worker_pb2_grpc
@@ -32,14 +33,14 @@ SPEC = PoolSpec(
 class Worker:
     """A served engine whose steps can be held back."""
 
-    def __init__(self, harness, *, listen="127.0.0.1:0", max_requests=8):
+    def __init__(self, harness, *, listen="127.0.0.1:0", max_requests=8, credentials=""):
         self.harness = harness
         self.running = threading.Event()
         self.running.set()
         self.ended = threading.Event()
         self.lock = threading.Lock()  # the cache has one owner at a time
         self.servicer = WorkerServicer(harness.engine, lambda: (SPEC, b"p" * 16), name="w", context_tokens=10_000)
-        self.server = start_server(self.servicer, listen=listen, max_requests=max_requests)
+        self.server = start_server(self.servicer, listen=listen, max_requests=max_requests, credentials=credentials)
         self.thread = threading.Thread(target=self._drive)
         self.thread.start()
 
@@ -105,6 +106,39 @@ def test_a_handle_is_generated_from_and_left_to_its_owner(worker, client, expect
     events = list(client.generate_sequence(handle, greedy(3)))
     assert [t for event in events[1:-1] for t in event.tokens] == expected_tokens(prompt, greedy(3))
     assert worker.harness.cache.stats().num_sequences == 1
+
+
+def test_a_handle_of_another_tenant_is_answered_like_one_that_never_was(
+    make_harness, expected_tokens, tmp_path, monkeypatch
+):
+    tokens = {name: new_token() for name in ("acme", "globex", "")}
+    path = tmp_path / "credentials.toml"
+    for tenant, token in tokens.items():
+        role = f'roles = ["frontend"]\ntenant = "{tenant}"' if tenant else 'roles = ["operator"]'
+        with path.open("a") as file:
+            file.write(f'[[token]]\nid = "{token.token_id}"\nsha256 = "{token.sha256}"\nname = "of {tenant}"\n')
+            file.write(f'{role}\nexpires = "never"\n')
+    path.chmod(0o600)
+    worker = Worker(make_harness(), credentials=str(path))
+    prompt = list(range(9))
+
+    def generate(tenant, handle):
+        monkeypatch.setenv("RADIXPOOL_TOKEN", tokens[tenant].secret)
+        with WorkerClient(worker.server.address) as client:
+            events = list(client.generate_sequence(handle, greedy(3)))
+        return [token for event in events[1:-1] for token in event.tokens]
+
+    try:
+        for caller in ("acme", ""):  # its own tenant, and an operator
+            with worker.lock:
+                handle = worker.harness.port.batch([Acquire(prompt, Namespace(tenant="acme"))])[0].handle
+            before = worker.harness.cache.stats()
+            with pytest.raises(UnknownSequence, match=rf"^unknown sequence '{handle[:4].hex()}…': it was released or "):
+                generate("globex", handle)
+            assert worker.harness.cache.stats() == before
+            assert generate(caller, handle) == expected_tokens(prompt, greedy(3))
+    finally:
+        worker.close()
 
 
 @pytest.mark.parametrize(

@@ -1067,6 +1067,7 @@ class SequenceView(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     INVALID_FROM_BLOCK_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
     tokens: _builtins.bytes
     """tokens is packed little-endian uint32."""
@@ -1078,6 +1079,8 @@ class SequenceView(_message.Message):
     """committed_tokens is how many leading tokens are known to be written; their full blocks are findable."""
     invalid_from_block: _builtins.int
     """invalid_from_block is the first block of the table whose data was declared bad; unset while all is well."""
+    tenant: _builtins.str
+    """tenant is whose sequence it is: a worker that serves many tenants asks before it generates for one of them."""
     def __init__(
         self,
         *,
@@ -1087,10 +1090,11 @@ class SequenceView(_message.Message):
         cached_tokens: _builtins.int = ...,
         committed_tokens: _builtins.int = ...,
         invalid_from_block: _builtins.int | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block", "invalid_from_block", b"invalid_from_block"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block", "block_table", b"block_table", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "handle", b"handle", "invalid_from_block", b"invalid_from_block", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block", "block_table", b"block_table", "cached_tokens", b"cached_tokens", "committed_tokens", b"committed_tokens", "handle", b"handle", "invalid_from_block", b"invalid_from_block", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__invalid_from_block: _TypeAlias = _typing.Literal["invalid_from_block"]  # noqa: Y015
     _WhichOneofArgType__invalid_from_block: _TypeAlias = _typing.Literal["_invalid_from_block", b"_invalid_from_block"]  # noqa: Y015

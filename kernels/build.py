@@ -60,7 +60,7 @@ def attend_source(spec: AttentionSpec, variant: KernelVariant) -> ASTSource:
     pointers = {"Q": POINTERS[spec.q_dtype], "OUT": POINTERS[spec.q_dtype], "K": kv, "V": kv}
     if constants["TREE"]:
         pointers |= {"NODES": "*i64", "DEPTHS": "*i32"}
-    integers = ("TABLES", "SEQ_LENS", "ITEMS", "ROWS")
+    integers = ("TABLES", "SEQ_LENS", "ITEMS", "ROWS", "PLAN")
     signature, attrs = {}, {}
     for i, name in enumerate(attend_items.arg_names):
         if name in constants:

@@ -30,6 +30,7 @@ from radixpool.kernels.tree_mask import TreeMask
 from radixpool.kernels.variant import INTERPRETED, KernelVariant, Launch
 
 Scale = float | Tensor | None
+ENTRIES_OF_A_LINE = 32  # int32 of a cache line of 128 bytes
 
 
 def split_scales(k_scale: Scale, v_scale: Scale) -> tuple[float, float, Tensor | None, Tensor | None]:
@@ -92,7 +93,7 @@ def attend_variant(
         "CAP": features.cap, "ALIBI": features.alibi, "WINDOW": features.window, "HAS_SINKS": features.sinks,
         "HAS_LSE": features.lse, "TREE": features.tree,
         "SPLIT": config.split and not (features.window or features.token_scales or features.tree),
-        "SAME_STRIDES": features.same_strides, "PDL": features.pdl,
+        "SAME_STRIDES": features.same_strides, "PREFETCH": not INTERPRETED, "PDL": features.pdl,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers:
@@ -138,7 +139,9 @@ class BoundCall:
         assert on_device is not None and on_device.part is not None and on_device.part_lse is not None
         q, k_pool, v_pool, k_scale, v_scale = tensors[:5]
         sections, part, part_lse, tables = on_device.sections, on_device.part, on_device.part_lse, on_device.tables
-        assert tables is not None
+        assert tables is not None and on_device.buffer is not None
+        # What the kernel asks the cache for at its start; the buffer of a plan with a capacity is mostly empty.
+        ahead = on_device.buffer if plan.capacity is None else tables
         scaled = features.head_scales or features.token_scales
         scales = (*scale_strides(k_scale), *scale_strides(v_scale)) if scaled else (0,) * 6
         chained = False
@@ -152,9 +155,10 @@ class BoundCall:
                 spec, plan.config_of(height, on_device.tall), height, features, pairs=pairs, chained=chained
             )
             grid = (spec.num_kv_heads, on_device.heights[height], 1)
-            fixed = (part, part_lse, tables, sections["lens"], sections[f"items{height}"], sections["rows"])
+            fixed = (part, part_lse, tables, sections["lens"], sections[f"items{height}"], sections["rows"], ahead)
             k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
-            strides = (q.stride(0), q.stride(1), on_device.table_stride, *k.stride()[:3], *v.stride()[:3])
+            lines = -(-ahead.numel() // ENTRIES_OF_A_LINE)
+            strides = (lines, q.stride(0), q.stride(1), on_device.table_stride, *k.stride()[:3], *v.stride()[:3])
             self.items.append((Launch(variant, grid, fixed, (*strides, *scales)), pairs))
             chained = features.pdl
         self.merge: Launch | None = None

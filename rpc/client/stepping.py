@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import limits
-from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
 from radixpool.rpc.errors import ProtocolError
 from radixpool.rpc.status import error_from_status
-from radixpool.rpc.step_columns import UINT32_BYTES, Counts, Rows, Step, Stepped, check_columns
+from radixpool.rpc.step_columns import Counts, Step, Stepped, check_columns
 from radixpool.v1 import cache_pb2
 
 _UINT32_MAX: Final = 2**32 - 1
+_UINT32: Final = np.dtype("<u4")
+_INT32: Final = np.dtype("<i4")
 _COLUMN_SETS: Final = (
-    ("num_tokens", "committed_tokens"),
-    ("appended_rows", "appended_blocks"),
-    ("remap_rows", "remap_block_indices", "remap_from_blocks", "remap_to_blocks"),
-    ("invalid_rows", "invalid_from_blocks"),
+    {"num_tokens": _UINT32, "committed_tokens": _UINT32},
+    {"appended_rows": _UINT32, "appended_blocks": _INT32},
+    {
+        "remap_rows": _UINT32,
+        "remap_block_indices": _UINT32,
+        "remap_from_blocks": _INT32,
+        "remap_to_blocks": _INT32,
+    },
+    {"invalid_rows": _UINT32, "invalid_from_blocks": _UINT32},
 )
 """Columns of the result that must be of one length."""
 
@@ -47,25 +54,28 @@ def stepped(
         raise ProtocolError("the manager did not answer the step: it is older than this client")
     result = message.step_update
     rows = len(update.handles) // limits.HANDLE_BYTES
-    if len(result.num_tokens) != rows * UINT32_BYTES:
-        raise ProtocolError(f"the manager answered {len(result.num_tokens) // UINT32_BYTES} of {rows} rows")
-    for names in _COLUMN_SETS:
-        if len({len(getattr(result, name)) for name in names}) != 1:
-            raise ProtocolError(f"the manager's columns {', '.join(names)} differ in length")
+    columns = _columns(result)
+    if len(columns["num_tokens"]) != rows:
+        raise ProtocolError(f"the manager answered {len(columns['num_tokens'])} of {rows} rows")
     return Stepped(
-        num_tokens=_uint32(result.num_tokens),
-        committed_tokens=_uint32(result.committed_tokens),
-        appended_rows=_uint32(result.appended_rows),
-        appended_blocks=_int32(result.appended_blocks),
-        remap_rows=_uint32(result.remap_rows),
-        remap_block_indices=_uint32(result.remap_block_indices),
-        remap_from_blocks=_int32(result.remap_from_blocks),
-        remap_to_blocks=_int32(result.remap_to_blocks),
-        invalid_rows=_uint32(result.invalid_rows),
-        invalid_from_blocks=_uint32(result.invalid_from_blocks),
+        **columns,
         errors={error.row: error_from_status(error.error) for error in result.errors},
         results=tuple(codec.results(message.results, num_operations)),
     )
+
+
+def _columns(result: cache_pb2.StepUpdateResult) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns as read-only arrays over the message's memory. O(columns)."""
+    columns = {}
+    for names in _COLUMN_SETS:
+        sizes = set()
+        for name, dtype in names.items():
+            packed = getattr(result, name)
+            sizes.add(len(packed))
+            columns[name] = np.frombuffer(packed, dtype)
+        if len(sizes) > 1:
+            raise ProtocolError(f"the manager's columns {', '.join(names)} differ in length")
+    return columns
 
 
 def _pack_handles(handles: Sequence[bytes] | np.ndarray) -> bytes:
@@ -97,11 +107,3 @@ def _pack_counts(values: Counts | None, rows: int, name: str) -> bytes:
             if not 0 <= column[row] <= _UINT32_MAX:
                 raise ValueError(f"{name}[{row}] must be from 0 to {_UINT32_MAX}, got {column[row]}")
     return column.astype("<u4", copy=False).tobytes()
-
-
-def _uint32(packed: bytes) -> Rows:
-    return np.frombuffer(packed, dtype="<u4")
-
-
-def _int32(packed: bytes) -> ops.BlockIds:
-    return np.frombuffer(packed, dtype="<i4")

@@ -6,6 +6,7 @@ a `PlanCapacity` sections have fixed places and launch grids fixed sizes; the co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +91,10 @@ class DevicePlan:
 
     def reserve_parts(self, count: int) -> None:
         """Make room for `count` partial states; never shrinks."""
-        if self.part_lse is None or len(self.part_lse) < count:
-            shape = (max(count, 1), self.spec.num_q_heads)
+        if count == 0 and self.part_lse is None:
+            self.part, self.part_lse = no_parts(self.spec)
+        elif self.part_lse is None or len(self.part_lse) < count:
+            shape = (count, self.spec.num_q_heads)
             self.part = torch.empty((*shape, self.spec.v_head_dim), dtype=torch.float32, device=self.spec.device)
             self.part_lse = torch.empty(shape, dtype=torch.float32, device=self.spec.device)
 
@@ -222,6 +225,14 @@ class StepViews:
         self.device_places, self.device_blocks = section[first:middle].view(torch.int64), section[middle:end]
         used = end if room else num_seqs
         self.host, self.device = torch.from_numpy(step[:used]), section[:used]
+
+
+@functools.cache
+def no_parts(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Return the workspace of plans without partial states: memory to name where a kernel takes a pointer."""
+    shape = (1, spec.num_q_heads)
+    part = torch.empty((*shape, spec.v_head_dim), dtype=torch.float32, device=spec.device)
+    return part, torch.empty(shape, dtype=torch.float32, device=spec.device)
 
 
 def step_entries(num_seqs: int) -> int:

@@ -22,7 +22,7 @@ from radixpool.kernels.extend_plan import DECODE_QUERY_TOKENS, extend_config
 from radixpool.kernels.forest import Forest, TallKernel
 from radixpool.kernels.launch import DeviceInfo, TileConfig, tile_config
 from radixpool.kernels.native_cut import build_forest
-from radixpool.kernels.plan_step import Changes, StepWatch, TableEntries
+from radixpool.kernels.plan_step import Changes, StepWatch, TableEntries, largest
 from radixpool.kernels.spec import AttentionSpec
 
 Int32Array = NDArray[np.int32]
@@ -106,8 +106,8 @@ class ForestPlan:
         if not len(rows) and self.grow(lens, lambda watch: watch.changes(None, lens)):
             return True
         named = (("rows", rows), ("columns", columns), ("blocks", blocks))
-        entries = TableEntries(*(host_int32(name, values, 1) for name, values in named))
-        entries.check(self.num_seqs)
+        arrays = (host_int32(name, values, 1) for name, values in named)
+        entries = TableEntries.checked(*arrays, num_seqs=self.num_seqs)
         if self.grow(lens, lambda watch: watch.set(entries, lens)):
             return True
         self.cut(entries.put(self.block_tables.copy()), lens, self.query_lens)
@@ -214,7 +214,7 @@ def checked_batch(
     """Return lengths, query lengths and query starts as new host arrays that fit the tables and each other."""
     lens = host_int32("seq_lens", seq_lens, 1).copy()
     if query_lens is None:
-        check_lengths(tables, lens, lens, spec.block_size)
+        check_lengths(tables, lens, None, spec.block_size)
         return lens, np.ones(len(lens), np.int32), np.arange(len(lens) + 1, dtype=np.int32)
     new = host_int32("query_lens", query_lens, 1).copy()
     check_lengths(tables, lens, new, spec.block_size)
@@ -246,17 +246,18 @@ def plan_forest(
     return plan
 
 
-def check_lengths(tables: Int32Array, lens: Int32Array, new: Int32Array, block_size: int) -> None:
-    """Check that tables, lengths and query lengths describe one batch."""
-    if len(lens) != len(tables) or len(new) != len(tables):
+def check_lengths(tables: Int32Array, lens: Int32Array, new: Int32Array | None, block_size: int) -> None:
+    """Check that tables, lengths and query lengths (None: one each) describe one batch."""
+    if len(lens) != len(tables) or (new is not None and len(new) != len(tables)):
         raise ValueError(
             f"seq_lens, query_lens: expected {len(tables)} entries as block_tables has rows, "
-            f"got {len(lens)} and {len(new)}"
+            f"got {len(lens)} and {len(lens if new is None else new)}"
         )
-    for name, array in (("seq_lens", lens), ("query_lens", new)):
-        if array.size and array.min() < 0:
-            raise ValueError(f"{name}: expected no negative length, got {array.min()}")
-    if lens.size and lens.max() > tables.shape[1] * block_size:
+    if new is not None and new.size and new.min() < 0:
+        raise ValueError(f"query_lens: expected no negative length, got {new.min()}")
+    if lens.size and largest(lens) > tables.shape[1] * block_size:
+        if lens.min() < 0:
+            raise ValueError(f"seq_lens: expected no negative length, got {lens.min()}")
         i = int(lens.argmax())
         raise ValueError(
             f"block_tables: row {i} holds {tables.shape[1]} blocks of {block_size} tokens, seq_lens[{i}] is {lens[i]}"

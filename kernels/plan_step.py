@@ -15,26 +15,25 @@ Changes = tuple[Long, Array]  # places in the tables on the device, row * stride
 
 @dataclass(frozen=True, slots=True)
 class TableEntries:
-    """Entries of block tables: (`rows[i]`, `columns[i]`) is `blocks[i]`."""
+    """Entries of block tables: (`rows[i]`, `columns[i]`) is `blocks[i]`. `width` columns hold them all."""
 
     rows: Array
     columns: Array
     blocks: Array
+    width: int
 
-    @property
-    def width(self) -> int:
-        """Columns that tables need to hold the entries."""
-        return int(self.columns.max()) + 1 if len(self.columns) else 0
-
-    def check(self, num_seqs: int) -> None:
+    @classmethod
+    def checked(cls, rows: Array, columns: Array, blocks: Array, *, num_seqs: int) -> TableEntries:
         """Raise `ValueError` unless the entries can be those of `num_seqs` tables."""
-        if not len(self.rows) == len(self.columns) == len(self.blocks):
-            counts = f"{len(self.rows)}, {len(self.columns)} and {len(self.blocks)}"
+        if not len(rows) == len(columns) == len(blocks):
+            counts = f"{len(rows)}, {len(columns)} and {len(blocks)}"
             raise ValueError(f"rows, columns, blocks: expected as many of each, got {counts}")
-        if len(self.rows) and (self.rows.min() < 0 or self.rows.max() >= num_seqs):
-            raise ValueError(f"rows: expected 0 to {num_seqs - 1}, got {self.rows.min()} to {self.rows.max()}")
-        if len(self.columns) and self.columns.min() < 0:
-            raise ValueError(f"columns: expected no negative column, got {self.columns.min()}")
+        if len(rows) and largest(rows) >= num_seqs:
+            raise ValueError(f"rows: expected 0 to {num_seqs - 1}, got {rows.min()} to {rows.max()}")
+        width = largest(columns) + 1 if len(columns) else 0
+        if width > np.iinfo(np.int32).max:
+            raise ValueError(f"columns: expected no negative column, got {columns.min()}")
+        return cls(rows, columns, blocks, width)
 
     def put(self, tables: Array) -> Array:
         """Return the tables with the entries written into them, in place unless they must be wider."""
@@ -42,6 +41,11 @@ class TableEntries:
             tables = resized(tables, self.width)
         tables[self.rows, self.columns] = self.blocks
         return tables
+
+
+def largest(values: Array) -> int:
+    """Return the largest value, where a negative one counts as more than any other: one pass for both limits."""
+    return int(values.view(np.uint32).max())
 
 
 def resized(tables: Array, width: int) -> Array:

@@ -7,7 +7,7 @@ it would have found before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ class LooseBlocks:
             namespaces=self.namespaces[index],
             media=self.media[index],
             last_uses=self.last_uses[index],
-            tokens=self.tokens[index],
+            tokens=_whole_rows(self.tokens)[index].view(self.tokens.dtype).reshape(-1, self.tokens.shape[1]),
         )
 
 
@@ -118,16 +118,22 @@ class RestorePlan:
 
 def _cut(rows: npt.NDArray[Any], starts: _Ints, stops: _Ints) -> list[bytes]:
     """Return the bytes of each stretch of `rows` from one of `starts` to one of `stops`, which follow one another."""
-    row_bytes = rows.nbytes // rows.shape[0]
-    rows = np.ascontiguousarray(rows)
-    cut = np.empty(starts.size, dtype=object)
+    whole = _whole_rows(rows)
     is_short = stops - starts == 1  # one row each, which numpy cuts in half the time
-    cut[is_short] = rows[starts[is_short]].view(f"V{row_bytes}").ravel().tolist()
-    flat = rows.data.cast("B")
+    if is_short.all():
+        return whole.tolist()  # type: ignore[no-any-return]  # items without fields become bytes
+    cut = np.empty(starts.size, dtype=object)
+    cut[is_short] = whole[starts[is_short]].tolist()
+    row_bytes, flat = whole.itemsize, whole.view(np.uint8).data
     longer = zip((starts[~is_short] * row_bytes).tolist(), (stops[~is_short] * row_bytes).tolist(), strict=True)
     cut[~is_short] = [bytes(flat[start:stop]) for start, stop in longer]
     pieces: list[bytes] = cut.tolist()
     return pieces
+
+
+def _whole_rows(rows: npt.NDArray[Any]) -> npt.NDArray[np.void]:
+    """View each row as one item, which numpy copies in one piece."""
+    return np.ascontiguousarray(rows).view(f"V{rows.nbytes // max(1, rows.shape[0])}").reshape(-1)
 
 
 def plan_restore(loose: LooseBlocks) -> RestorePlan:
@@ -233,7 +239,12 @@ def _spread_last_uses(loose: LooseBlocks, starts: _Ints) -> npt.NDArray[np.uint6
     """Return each block's true last use: the latest of its own and its descendants'. `loose` is in chain order."""
     if not starts.size:
         return loose.last_uses
-    times, ranks = np.unique(loose.last_uses, return_inverse=True)
+    times = loose.last_uses
+    if int(times.max()) >= 2**62 // starts.size:  # too large for the offsets below
+        times, order = np.unique(times, return_inverse=True)
+        return times[_spread_last_uses(replace(loose, last_uses=order.astype(np.uint64)), starts)]
+    ranks = times.astype(np.int64)
+    span = int(ranks.max()) + 1
     stops = np.append(starts[1:], ranks.size)
     chain_of = np.repeat(np.arange(starts.size), stops - starts)
     parents = loose.parents[starts]
@@ -241,9 +252,9 @@ def _spread_last_uses(loose: LooseBlocks, starts: _Ints) -> npt.NDArray[np.uint6
     below = latest_below(parent_chains, np.maximum.reduceat(ranks, starts))
     ranks[stops - 1] = np.maximum(ranks[stops - 1], below)
     # A running maximum from the tail, all chains at once: an offset per chain keeps the earlier ones out.
-    offset = (starts.size - chain_of) * np.int64(times.size)
-    spread: npt.NDArray[np.uint64] = times[np.maximum.accumulate((ranks + offset)[::-1])[::-1] - offset]
-    return spread
+    offset = (starts.size - chain_of) * np.int64(span)
+    spread: npt.NDArray[np.int64] = np.maximum.accumulate((ranks + offset)[::-1])[::-1] - offset
+    return spread.astype(np.uint64)
 
 
 def latest_below(parents: _Ints, latest: _Ints) -> _Ints:

@@ -106,7 +106,9 @@ def scan_records(
     unknown = np.flatnonzero(~np.isin(states, [int(state) for state in BlockRecordState]))
     loose = LooseBlocks(
         blocks=committed.astype(np.int32),
-        parents=_link(committed, serials, parents, parent_serials, namespaces, positions),
+        parents=_link(
+            committed, serials, parents, parent_serials, namespaces, positions, num_blocks=geometry.num_blocks
+        ),
         positions=positions,
         namespaces=namespaces,
         media=media,
@@ -132,6 +134,8 @@ def _link(
     parent_serials: npt.NDArray[np.uint64],
     namespaces: npt.NDArray[np.uint32],
     positions: npt.NDArray[np.uint32],
+    *,
+    num_blocks: int,
 ) -> npt.NDArray[np.int64]:
     """Return the index of each record's parent. A link counts only if the parent agrees with it in every respect.
 
@@ -140,8 +144,9 @@ def _link(
     if not ids.size:
         return ids
     is_root = (parents == NO_PARENT) & (positions == 0)
-    index = np.searchsorted(ids, parents)
-    index[index == ids.size] = 0
+    index_of = np.full(num_blocks, -1, dtype=np.int32)
+    index_of[ids] = np.arange(ids.size)
+    index = index_of[np.where(parents < num_blocks, parents, 0)]
     agrees = (
         (ids[index] == parents)
         & (serials[index] == parent_serials)

@@ -99,6 +99,15 @@ def test_an_ancestor_is_as_recent_as_its_most_recent_descendant() -> None:
     ]
 
 
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_times_of_any_size_give_the_same_plan(data: st.DataObject) -> None:
+    """A damaged last use is only a wrong hint, as large as it may be."""
+    loose = data.draw(forests())
+    huge = replace(loose, last_uses=loose.last_uses * np.uint64(2**60))
+    assert shape(plan_restore(huge)) == [(blocks, up, use * 2**60) for blocks, up, use in shape(plan_restore(loose))]
+
+
 def test_namespaces_are_separate_trees_with_equal_content() -> None:
     plan = plan_restore(loose_blocks([ROOT, ROOT, 0], tokens=[5, 5, 6], namespaces=[1, 2, 1]))
     assert [(run.namespace, run.parent) for run in runs_of(plan)] == [(1, ROOT), (2, ROOT)]

@@ -16,6 +16,7 @@ import pytest
 from radixpool.rpc import limits
 from radixpool.rpc.client import Client
 from radixpool.rpc.manager import ManagerOptions, ManagerServer, listen, server
+from radixpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
@@ -133,6 +134,26 @@ def test_the_memory_of_many_oversize_messages_is_bounded(serve, socket_dir):
         codes = set(threads.map(send, range(24)))
         assert codes <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
         assert resident_bytes(manager.process.pid) - before < ALLOWED_GROWTH_BYTES
+        assert client.check().violations == ()
+
+
+def test_the_memory_of_streams_that_never_read_is_bounded(serve, socket_dir):
+    manager = serve("--listen", f"unix:{socket_dir}/m.sock", "--num-blocks", "64", "--log-level", "error")
+    query = cache_pb2.GetBlockTablesRequest(handles=[b"?" * 16] * limits.MAX_HANDLES_PER_QUERY)  # answered with 1 MiB
+    with Client(manager.address) as client, grpc.insecure_channel(manager.address) as channel:
+        client.acquire([1, 2, 3])
+        stub = cache_pb2_grpc.CacheServiceStub(channel)
+        epoch = stub.RegisterClient(cache_pb2.RegisterClientRequest(client_id=b"c" * 16, name="deaf")).epoch
+        header = common_pb2.RequestHeader(client_id=b"c" * 16, epoch=epoch)
+        request = cache_pb2.SessionRequest(header=header, operations=[cache_pb2.Operation(get_block_tables=query)])
+        before = resident_bytes(manager.process.pid)
+        streams = [stub.Session(iter([request] * 200)) for _ in range(8)]
+        for _ in range(20):
+            client.acquire([4, 5, 6]).release()
+            time.sleep(0.05)
+        assert resident_bytes(manager.process.pid) - before < ALLOWED_GROWTH_BYTES
+        for stream in streams:
+            stream.cancel()
         assert client.check().violations == ()
 
 

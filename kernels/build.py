@@ -25,6 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from radixpool.kernels import native_cut
 from radixpool.kernels.device_attend import UNSPECIALISED, attend_items
 from radixpool.kernels.device_merge import merge_partials
 from radixpool.kernels.extend_path import gluon_launcher
@@ -143,6 +144,7 @@ def model_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSour
     for many in (False, True):
         merge = merge_variant(spec, features, many=many, chained=features.pdl)
         yield f"merge_d{spec.v_head_dim}{'_many' if many else ''}", merge_source(spec, merge), merge.options
+    yield from importlib.import_module("radixpool.kernels.copy_build").write_sources(spec)
     if extend_config(spec, arch) is not None and gluon_launcher() is not None:
         yield from importlib.import_module("radixpool.kernels.extend_build").fast_sources(spec, arch)
 
@@ -161,8 +163,10 @@ def build_named(spec: AttentionSpec, arch: int, name: str) -> BuiltKernel:
 def build_model(spec: AttentionSpec, arch: int, *, jobs: int = 1) -> Iterator[BuiltKernel]:
     """Compile every kernel of a model's shapes into Triton's cache, `jobs` at a time; yield them as they are done.
 
-    Needs no GPU. A few seconds of CPU for each kernel that the cache does not hold yet.
+    The planner's C code, where there is a compiler for it, is built with them. Needs no GPU. A few seconds of CPU for
+    each kernel that the cache does not hold yet.
     """
+    native_cut.library()
     names = kernel_names(spec, arch)
     if jobs == 1:
         yield from (build_named(spec, arch, name) for name in names)

@@ -203,28 +203,38 @@ def test_decode_on_one_stream_while_another_saves_a_shared_block_and_loads_other
 def test_a_built_model_compiles_nothing_when_it_serves(tmp_path):
     script = """
 import sys, torch
-from radixpool.kernels import AttentionSpec, attend, plan_forest
-from radixpool.kernels.build import compile_source, model_sources
+from radixpool.kernels import AttentionSpec, extend, plan_forest, write_kv
+from radixpool.kernels.build import build_model
 spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, block_size=16, q_dtype=torch.bfloat16,
                      kv_dtype=torch.bfloat16, device="cuda")
-if sys.argv[1] == "build":
-    for name, source, options in model_sources(spec, 90):
-        compile_source(name, source, 90, options)
-else:
-    tables = torch.arange(64 * 20, dtype=torch.int32).reshape(64, 20)
-    tables[:, :16] = tables[0, :16]
-    pool = torch.randn(64 * 20, 8, 16, 128, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn(64, 32, 128, device="cuda", dtype=torch.bfloat16)
-    attend(q, pool, pool, plan_forest(tables, [320] * 64, spec=spec))
-    torch.cuda.synchronize()
+if __name__ == "__main__" and sys.argv[1] == "build":
+    print(*(kernel.name for kernel in build_model(spec, 90)))
+elif __name__ == "__main__":
+    def step(lens, new, shared=0):
+        tables = torch.arange(64 * 40, dtype=torch.int32).reshape(64, 40)[: len(lens)]
+        tables[:, :shared] = tables[0, :shared]
+        rows = sum(new)
+        kv, q = (torch.randn(rows, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 32))
+        slots = torch.arange(rows, device="cuda") % (64 * 640)
+        write_kv(kv, kv, pools[0], pools[1], slots)
+        extend(q, *pools, plan_forest(tables, lens, new, spec=spec))
+        torch.cuda.synchronize()
+    pools = [torch.randn(64 * 40, 8, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    step([320] * 64, [1] * 64)  # decode
+    step([320] * 64, [1] * 64, 16)  # over a shared prefix
+    step([17], [1])
+    step([600, 320], [600, 1])  # a prefill beside a decode
+    step([600, 640], [300, 200], 10)
 """
     import subprocess
     import sys
 
-    env = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
+    program = tmp_path / "program.py"
+    program.write_text(script)
+    env = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path / "cache"))
     built = 0
     for step in ("build", "serve"):
-        subprocess.run([sys.executable, "-c", script, step], check=True, env=env, cwd=Path(__file__).parents[2])
+        subprocess.run([sys.executable, str(program), step], check=True, env=env, cwd=Path(__file__).parents[2])
         kernels = set(tmp_path.rglob("*.cubin"))
         if step == "serve":
             assert len(kernels) == built, sorted(p.name for p in kernels)

@@ -22,7 +22,7 @@ import torch
 from attention_cases import FP8, SUITES, Case, Workload
 from gpu_timing import time_eager, time_graph
 
-from radixpool.kernels import attend, native_cut, plan_forest
+from radixpool.kernels import attend, plan_forest
 from radixpool.kernels import plan as plan_module
 from radixpool.kernels.build import attend_source, compile_source
 from radixpool.kernels.launch import TileConfig, uses_pairs
@@ -107,7 +107,6 @@ def measure(case: Case, rows: list[dict[str, object]], rep_ms: int) -> None:
         rows.append(row)
         fixed = lambda kv_bytes, head_dim, rows, arch, a=assignment, tall=False: a[rows]  # noqa: E731
         plan_module.tile_config = fixed  # type: ignore[assignment]
-        native_cut.fixed_fields.cache_clear()  # how many programs run follows from the configuration
         try:
             plan = plan_forest(w.tables, w.lens, spec=w.spec)
             out = torch.full_like(w.q, math.nan)

@@ -74,7 +74,7 @@ class ForestPlan:
 
         A plan with a capacity may meet both, and its launches are fixed: it counts as one with tall tiles.
         """
-        return config_function(self.spec, self.device.arch, self.capacity is not None)
+        return config_function(self.spec, self.device.arch, self.capacity is not None, tile_config)
 
     @property
     def device(self) -> DeviceInfo:
@@ -175,15 +175,19 @@ class ForestPlan:
 
 
 @functools.cache
-def config_function(spec: AttentionSpec, arch: int, fixed: bool) -> Callable[[int, bool], TileConfig]:
+def config_function(
+    spec: AttentionSpec, arch: int, fixed: bool, table: Callable[..., TileConfig]
+) -> Callable[[int, bool], TileConfig]:
     """Return `config_for` of these shapes; one object for each, so that what follows from it can be kept."""
-    return functools.partial(config_for, spec, arch, fixed)
+    return functools.partial(config_for, spec, arch, fixed, table)
 
 
-def config_for(spec: AttentionSpec, arch: int, fixed: bool, tile_rows: int, tall: bool) -> TileConfig:
+def config_for(
+    spec: AttentionSpec, arch: int, fixed: bool, table: Callable[..., TileConfig], tile_rows: int, tall: bool
+) -> TileConfig:
     """Return the launch configuration of one class of tiles; `fixed` plans count as plans with tall tiles."""
     head_dim = max(spec.head_dim, spec.v_head_dim)
-    return tile_config(spec.kv_dtype.itemsize, head_dim, tile_rows, arch, tall=tall or fixed)
+    return table(spec.kv_dtype.itemsize, head_dim, tile_rows, arch, tall=tall or fixed)
 
 
 def device_info(device: torch.device) -> DeviceInfo:

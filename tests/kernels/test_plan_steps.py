@@ -1,0 +1,156 @@
+"""One plan from step to step: what keeps the cut, what is sent, and that attention stays right on the way."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from radixpool.kernels import PlanCapacity, plan_forest
+from radixpool.kernels.device_plan import MAX_CHANGES
+from radixpool.kernels.plan import MAX_GROWTH_TOKENS
+
+BOTH = pytest.mark.parametrize("backend", ["torch", "triton"])
+CAPACITY = PlanCapacity(max_seqs=4, max_blocks=40)
+
+
+def entries(tables, old_lens, lens, block_size):
+    """Return rows, columns and blocks of the table entries that a step adds."""
+    added = [
+        (row, column)
+        for row, (old, new) in enumerate(zip(old_lens, lens, strict=True))
+        for column in range(-(-old // block_size), -(-new // block_size))
+    ]
+    rows, columns = [row for row, _ in added], [column for _, column in added]
+    return {"rows": rows, "columns": columns, "blocks": [int(tables[row, column]) for row, column in added]}
+
+
+def device_tables(plan):
+    return plan.device_plan.tables.cpu().numpy()
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["update", "advance", "none"]), st.lists(st.integers(0, 5), min_size=3, max_size=3)),
+        min_size=1, max_size=8,
+    ),
+    fixed=st.booleans(), share=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_steps_that_grow_keep_the_cut_and_the_result(make_batch, steps, fixed, share):
+    """Tables get wider on the way; each step is told as whole tables, as changes, or as lengths alone."""
+    batch = make_batch(heads=(4, 2), head_dim=16, block_size=4, lens=(76, 60, 71), shared=[([0, 2], 6)] * share)
+    whole, lens = batch.tables.numpy(), [36, 20, 31]
+    plan = plan_forest(whole[:, :9], lens, spec=batch.spec, capacity=CAPACITY if fixed else None)
+    cuts = plan.forest
+    for kind, growth in steps:
+        old, lens = lens, [n + g for n, g in zip(lens, growth, strict=True)]
+        width = max(9, -(-max(lens) // 4))
+        added = entries(whole, old, lens, 4)
+        if kind == "none" and not added["rows"]:
+            assert plan.update(None, lens)
+        elif kind == "advance":
+            assert plan.advance(lens, **added)
+        else:
+            assert plan.update(whole[:, :width], lens)
+        assert plan.forest is cuts
+        for row, n in enumerate(lens):
+            used = -(-n // 4)
+            assert (device_tables(plan)[row, :used] == whole[row, :used]).all()
+            assert (plan.block_tables[row, :used] == whole[row, :used]).all()
+        assert plan.seq_lens.tolist() == lens
+    batch.lens = tuple(lens)
+    batch.check(plan)
+
+
+@BOTH
+def test_advance_gives_what_update_gives(make_batch, backend):
+    batch = make_batch(backend=backend, lens=(50, 33, 64), new=(2, 1, 3))
+    start = [31, 17, 60]
+    advanced = plan_forest(batch.tables[:, :4], start, batch.query_lens, spec=batch.spec)
+    advanced.advance(list(batch.lens), **entries(batch.tables, start, batch.lens, 16))
+    updated = plan_forest(batch.tables[:, :4], start, batch.query_lens, spec=batch.spec)
+    updated.update(batch.tables, list(batch.lens), batch.query_lens)
+    assert torch.equal(batch.run(advanced)[0], batch.run(updated)[0])
+    batch.check(advanced)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["too long", "shorter", "another block", "fewer sequences", "other queries", "too wide"],
+)
+def test_what_is_no_growth_is_cut_anew(make_batch, change):
+    batch = make_batch(lens=(90, 40, 64))
+    plan = plan_forest(batch.tables, [20, 20, 20], spec=batch.spec)
+    cut, tables, lens, new = plan.forest, batch.tables.numpy().copy(), [21, 21, 21], None
+    if change == "too long":
+        lens = [20 + MAX_GROWTH_TOKENS + 1, 21, 21]
+    elif change == "shorter":
+        lens = [19, 21, 21]
+    elif change == "another block":
+        tables[0, 0] = tables[1, 2]
+    elif change == "fewer sequences":
+        tables, lens = tables[:2], lens[:2]
+    elif change == "other queries":
+        new = [1, 2, 1]
+    else:
+        tables = np.pad(tables, ((0, 0), (0, 100)))
+    assert not plan.update(tables, lens, new)
+    assert plan.forest is not cut
+    assert (device_tables(plan)[: len(lens), : tables.shape[1]] == tables).all()
+
+
+def test_more_changes_than_fit_are_cut_anew(make_batch):
+    batch = make_batch(block_size=1, lens=(40,))
+    tables = np.arange(1000 * 40).reshape(1000, 40)
+    plan = plan_forest(tables[:, :2], [2] * 1000, spec=batch.spec)
+    few = np.arange(MAX_CHANGES // 2)
+    columns, blocks = np.array([2, 3]), tables[few[:, None], [2, 3]].reshape(-1)
+    lens = np.where(np.arange(1000) < len(few), 4, 2)
+    assert plan.advance(lens, rows=few.repeat(2), columns=np.tile(columns, len(few)), blocks=blocks)
+    assert (device_tables(plan)[: len(few), :4] == tables[: len(few), :4]).all()
+    assert not plan.update(tables[:, :6], [6] * 1000)
+    assert (device_tables(plan)[:, :6] == tables[:, :6]).all()
+
+
+@pytest.mark.parametrize(
+    ("entries_given", "message"),
+    [
+        ({"rows": [3], "columns": [3], "blocks": [1]}, "rows: expected 0 to 2, got 3 to 3"),
+        ({"rows": [-1], "columns": [3], "blocks": [1]}, "rows: expected 0 to 2, got -1 to -1"),
+        ({"rows": [0], "columns": [-2], "blocks": [1]}, "columns: expected no negative column, got -2"),
+        (
+            {"rows": [0, 1], "columns": [3], "blocks": [1]},
+            "rows, columns, blocks: expected as many of each, got 2, 1 and 1",
+        ),
+    ],
+)
+@BOTH
+def test_entries_outside_the_batch_are_refused(make_batch, backend, entries_given, message):
+    batch = make_batch(backend=backend, lens=(40, 40, 40))
+    plan = batch.plan()
+    with pytest.raises(ValueError, match=message):
+        plan.advance([41] * 3, **entries_given)
+    assert plan.seq_lens.tolist() == [40] * 3
+
+
+@BOTH
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_refused_step_changes_nothing(make_batch, backend, fixed):
+    batch = make_batch(backend=backend, lens=(40, 33))
+    plan = batch.plan(capacity=PlanCapacity(max_seqs=2, max_blocks=3) if fixed else None)
+    steps = [
+        lambda: plan.update(batch.tables, [40, 4000]),
+        lambda: plan.update(batch.tables, [40, -1]),
+        lambda: plan.update(batch.tables, [40]),
+        lambda: plan.update(None, [40, 33, 3]),
+        lambda: plan.advance([40, 4000]),
+    ]
+    if fixed:
+        steps.append(lambda: plan.advance([49, 33], rows=[0], columns=[3], blocks=[1]))
+        steps.append(lambda: plan.update(torch.zeros(3, 3, dtype=torch.int32), [1, 1, 1]))
+    for step in steps:
+        with pytest.raises(ValueError, match=r"seq_lens|block_tables|capacity"):
+            step()
+        assert plan.seq_lens.tolist() == [40, 33] and plan.num_rows == 2
+    batch.check(plan)

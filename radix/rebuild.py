@@ -159,7 +159,7 @@ def _fence(cache: FencedCore, nodes: list[Node], plan: RestorePlan) -> None:
     cache._odd += leaves.size
     part = (np.cumsum(runs) - 1) // _RUNS_PER_FENCE
     for group in np.split(leaves, np.flatnonzero(np.diff(part)) + 1):
-        fenced = [nodes[i] for i in group.tolist()]
+        fenced = list(map(nodes.__getitem__, group.tolist()))
         cache._quarantine.wait(_FENCE, len(fenced), partial(cache._unfence_leaves, fenced), fenced)
 
 

@@ -12,6 +12,7 @@ from radixpool.kernels import (
     PlanCapacity,
     attend,
     copy_blocks,
+    extend,
     gather_blocks,
     plan_forest,
     reference,
@@ -34,29 +35,30 @@ def random_blocks(pools, ids):
         pool[ids] = torch.randn(len(ids), *pool.shape[1:], device="cuda").to(pool.dtype)
 
 
-def check(spec, k_pool, v_pool, tables, lens, tolerance=2e-2):
-    """Run one decode step and compare with float64, computed on the blocks in use only."""
+def check(spec, k_pool, v_pool, tables, lens, new, tolerance=2e-2):
+    """Run one step and compare with float64, computed on the blocks in use only."""
     tables = torch.as_tensor(tables, dtype=torch.int32)
-    q = torch.randn(len(lens), spec.num_q_heads, spec.head_dim, device="cuda", dtype=BF16)
+    q = torch.randn(sum(new), spec.num_q_heads, spec.head_dim, device="cuda", dtype=BF16)
     out = torch.full_like(q, math.nan)
-    attend(q, k_pool, v_pool, plan_forest(tables, lens, spec=spec), out=out, debug=True)
+    extend(q, k_pool, v_pool, plan_forest(tables, lens, new, spec=spec), out=out, debug=True)
     used = tables.unique()
     local = torch.searchsorted(used, tables).to(torch.int32)
     want, _ = reference.attention(
-        q.cpu(), k_pool[used].cpu(), v_pool[used].cpu(), local, torch.tensor(lens), torch.ones(len(lens), dtype=int),
+        q.cpu(), k_pool[used].cpu(), v_pool[used].cpu(), local, torch.tensor(lens), torch.tensor(new),
         scale=spec.head_dim**-0.5,
     )  # fmt: skip
     torch.testing.assert_close(out.cpu().double(), want, atol=tolerance, rtol=tolerance)
 
 
-def test_block_offsets_past_two_to_the_31():
-    """Case 1: ids on both sides of 2^31 elements."""
+@pytest.mark.parametrize("new", [(1, 1), (40, 33)], ids=["decode", "extend"])
+def test_block_offsets_past_two_to_the_31(new):
+    """Case 1: ids on both sides of 2^31 elements; forty new tokens take the fast extend kernel."""
     spec = spec_of((32, 8), 128, 16)
     k_pool = torch.full((131_080, 8, 16, 128), math.nan, device="cuda", dtype=BF16)
     v_pool = torch.full_like(k_pool, math.nan)
     ids = [0, 131_071, 131_072, 131_079]
     random_blocks((k_pool, v_pool), ids)
-    check(spec, k_pool, v_pool, [[131_079, 0, 131_072], [131_071, 131_072, 0]], [40, 40])
+    check(spec, k_pool, v_pool, [[131_079, 0, 131_072], [131_071, 131_072, 0]], [40, 40], new)
     got = gather_blocks(k_pool, ids)
     assert torch.equal(got, k_pool[ids])
 
@@ -70,7 +72,7 @@ def test_pools_on_both_sides_of_two_gigabytes(gigabytes):
     k_pool, v_pool = (torch.full((count, 2, 16, 64), math.nan, device="cuda", dtype=BF16) for _ in range(2))
     ids = [0, count // 2, count - 2, count - 1]
     random_blocks((k_pool, v_pool), ids)
-    check(spec, k_pool, v_pool, [ids, ids[::-1]], [64, 50])
+    check(spec, k_pool, v_pool, [ids, ids[::-1]], [64, 50], [1, 1])
 
 
 def test_query_row_offsets_past_two_to_the_31():

@@ -104,8 +104,8 @@ class Quarantine:
         if worker not in self.completed:
             raise UnknownWorker(worker)
         del self.completed[worker]
-        for item in self._waiting.pop(worker):
-            heappush(self._retired, item)
+        self._retired += self._waiting.pop(worker)
+        heapify(self._retired)
 
     def pass_retired(self, limit: int) -> bool:
         """Let up to `limit` fences pass that wait for retired workers. Return whether more do."""

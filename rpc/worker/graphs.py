@@ -23,6 +23,7 @@ from radixpool.rpc.worker.step_tensors import SLOTS, pack_inputs, padded_tables,
 Compute: TypeAlias = Callable[[torch.Tensor, int, PagedStep], torch.Tensor]
 """From packed inputs, a number of rows to sample and the paged step to the logits of those rows."""
 
+_MAX_SEQS = 256
 _WARM_UPS = 2
 
 
@@ -37,7 +38,10 @@ class CapturedStep:
 
 
 class GraphedSteps:
-    """The graphs of one model over one pool, for steps of up to `max_rows` tokens. Owned by one thread."""
+    """The graphs of one model over one pool, for steps of up to `max_rows` tokens of up to 256 sequences.
+
+    Owned by one thread. Keeps the logits of a row for each sequence and graph, and a plan each.
+    """
 
     def __init__(self, compute: Compute, spec: AttentionSpec, pool: KvPool, *, max_rows: int, max_blocks: int) -> None:
         self._compute = compute
@@ -51,7 +55,7 @@ class GraphedSteps:
 
     def holds(self, batch: StepBatch) -> bool:
         """Whether a graph is large enough for this step."""
-        return batch.num_tokens <= self._max_rows
+        return batch.num_tokens <= self._max_rows and len(batch.query_lens) <= _MAX_SEQS
 
     def logits(self, batch: StepBatch) -> torch.Tensor:
         """Run one step; logits `[R, vocab_size]`, valid until the next one."""
@@ -62,17 +66,20 @@ class GraphedSteps:
         return step.logits[: len(batch.sample_rows)]
 
     def _capture(self, rows: int) -> CapturedStep:
-        capacity = PlanCapacity(max_seqs=rows, max_blocks=self._max_blocks)
-        tables = np.zeros((rows, 1), np.int32)
-        plan = plan_forest(tables, np.ones(rows, np.int32), spec=self._spec, capacity=capacity)
+        seqs = min(rows, _MAX_SEQS)
+        lens = np.ones(seqs, np.int32)
+        lens[0] += rows - seqs
+        tables = np.zeros((seqs, -(-int(lens[0]) // self._spec.block_size)), np.int32)
+        capacity = PlanCapacity(max_seqs=seqs, max_blocks=max(self._max_blocks, tables.shape[1]), max_rows=rows)
+        plan = plan_forest(tables, lens, lens, spec=self._spec, capacity=capacity)
         inputs = torch.zeros((4, rows), dtype=torch.int64, device=self._spec.device)
         inputs[SLOTS] = NO_SLOT
         paged = PagedStep(self._pool, plan, inputs[SLOTS])
         for _ in range(_WARM_UPS):
-            self._compute(inputs, rows, paged)
+            self._compute(inputs, seqs, paged)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile; what they do is no part of the graph.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits = self._compute(inputs, rows, paged)
+            logits = self._compute(inputs, seqs, paged)
         return CapturedStep(graph, inputs, plan, logits)

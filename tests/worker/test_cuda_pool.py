@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from radixpool.rpc.cli.device_option import pool_dtype
 from radixpool.rpc.errors import PoolMismatch
 from radixpool.rpc.pool import cuda
 from radixpool.rpc.pool.attach import attach
@@ -114,6 +115,19 @@ def test_devices_are_named_as_torch_names_them(text, device):
 def test_a_device_that_is_none_is_named(text):
     with pytest.raises(ValueError, match=rf"device must be cpu, cuda or cuda:N, got '{text}'"):
         Device.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "dtype"),
+    [
+        (None, CPU, KvDtype.FLOAT32),
+        (None, GPU, KvDtype.BFLOAT16),
+        ("float32", GPU, KvDtype.FLOAT32),
+        ("float16", CPU, KvDtype.FLOAT16),
+    ],
+)
+def test_the_element_type_follows_the_device_unless_it_is_given(given, device, dtype):
+    assert pool_dtype(given, device) is dtype
 
 
 def test_the_holder_offers_a_handle_of_64_bytes_and_gives_the_memory_back(use_driver):

@@ -101,9 +101,8 @@ def test_slopes_fall_by_one_ratio_between_powers_of_two():
 )
 def test_bad_slopes_are_refused_before_any_launch(make_batch, device, slopes, error, message):
     batch = make_batch(lens=(40,))
-    slopes = slopes if slopes.is_meta else slopes.to(device)
-    if not slopes.is_contiguous():
-        slopes = torch.ones(16, device=device)[::2]
+    if not slopes.is_meta:
+        slopes = slopes.to(device) if slopes.is_contiguous() else torch.ones(16, device=device)[::2]
     with pytest.raises(error, match=message):
         batch.run(alibi_slopes=slopes)
 

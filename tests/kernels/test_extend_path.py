@@ -73,7 +73,7 @@ def test_fp8_pools_are_widened_first(make_batch, launches, monkeypatch):
 
 def test_pools_that_the_copy_engine_cannot_read_stay_with_the_plain_kernel(make_batch, launches):
     batch = mixed(make_batch)
-    odd = torch.zeros(batch.k_pool.numel() + 1)[1:].view(batch.k_pool.shape)
+    odd = torch.zeros(batch.k_pool.numel() + 1, device=batch.k_pool.device)[1:].view(batch.k_pool.shape)
     odd.copy_(batch.k_pool)
     batch.k_pool = odd
     batch.check()

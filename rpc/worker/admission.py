@@ -79,6 +79,8 @@ class Admission:
         check_prompt(view.tokens, call.sampling, self._limits)
         num_tokens = len(view.tokens)
         written = max(view.cached_tokens, view.committed_tokens)
+        # The rest of a block is computed again: a fork has it only by a copy order, which its caller may not have run.
+        findable = written - written % self._limits.block_size
         return RunningSequence(
             call=call,
             handle=source.handle,
@@ -88,8 +90,8 @@ class Admission:
             num_prompt=num_tokens,
             streamed=num_tokens,
             cached_tokens=view.cached_tokens,
-            computed=min(written, num_tokens - 1),  # the last token's logits are needed in any case
-            findable=written - written % self._limits.block_size,
+            computed=min(findable, num_tokens - 1),  # the last token's logits are needed in any case
+            findable=findable,
             registered=num_tokens,
         )
 

@@ -132,6 +132,25 @@ def test_a_borrowed_sequence_is_extended_and_stays_the_callers(make_harness, ans
     assert answer_of(more).tokens == expected_tokens(prompt + answer.tokens, greedy(3))
 
 
+def test_a_fork_is_right_whether_or_not_its_copy_order_was_run(make_harness, answer_of, expected_tokens):
+    """A frontend that forks in the middle of a block has no hand on the pool: the worker computes the block's rest."""
+    harness = make_harness()
+    prompt = list(range(9))
+    acquired = harness.port.batch([Acquire(prompt, Namespace())])[0]
+    call = harness.submit_handle(acquired.handle, 5)
+    harness.drain()
+    tokens = prompt + answer_of(call).tokens
+    source = harness.port._sequences[acquired.handle]
+    harness.cache.commit(source, 13)
+    forked = harness.cache.fork(source)
+    assert forked.copies, "the fork has to begin in the middle of a block"
+    handle = forked.handles[0].to_bytes(16, "little")
+    harness.port._sequences[handle] = next(s for s in harness.cache.sequences() if s.handle == forked.handles[0])
+    other, more = harness.submit_handle(handle, 6), harness.submit_handle(acquired.handle, 6)
+    harness.drain()
+    assert answer_of(other).tokens == answer_of(more).tokens == expected_tokens(tokens, greedy(6))
+
+
 def test_one_sequence_cannot_be_generated_from_twice_at_once(make_harness, answer_of):
     harness = make_harness()
     acquired = harness.port.batch([Acquire(list(range(9)), Namespace())])[0]

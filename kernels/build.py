@@ -30,7 +30,15 @@ from radixpool.kernels.device_attend import UNSPECIALISED, attend_items
 from radixpool.kernels.device_merge import merge_partials
 from radixpool.kernels.extend_path import gluon_launcher
 from radixpool.kernels.extend_plan import extend_config
-from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, tile_config, uses_pairs
+from radixpool.kernels.launch import (
+    FEW_PARTS,
+    MANY_PARTS,
+    SOME_PARTS,
+    TALL_ROWS,
+    TILE_ROWS,
+    tile_config,
+    uses_pairs,
+)
 from radixpool.kernels.spec import AttentionSpec
 from radixpool.kernels.triton_backend import Features, attend_variant, merge_variant
 from radixpool.kernels.variant import KernelVariant
@@ -61,7 +69,7 @@ def attend_source(spec: AttentionSpec, variant: KernelVariant) -> ASTSource:
     pointers = {"Q": POINTERS[spec.q_dtype], "OUT": POINTERS[spec.q_dtype], "K": kv, "V": kv}
     if constants["TREE"]:
         pointers |= {"NODES": "*i64", "DEPTHS": "*i32"}
-    integers = ("TABLES", "SEQ_LENS", "ITEMS", "ROWS", "PLAN")
+    integers = ("TABLES", "SEQ_LENS", "ITEMS", "ROWS")
     signature, attrs = {}, {}
     for i, name in enumerate(attend_items.arg_names):
         if name in constants:
@@ -141,9 +149,9 @@ def model_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSour
             kind = f"{spec.q_dtype}_{spec.kv_dtype}".replace("torch.", "")
             name = f"attend_{kind}_d{spec.head_dim}_m{height}{'+' if tall else ''}{'_chained' if chained else ''}"
             yield name, attend_source(spec, variant), variant.options
-    for many in (False, True):
-        merge = merge_variant(spec, features, many=many, chained=features.pdl)
-        yield f"merge_d{spec.v_head_dim}{'_many' if many else ''}", merge_source(spec, merge), merge.options
+    for name, joined in (("few", FEW_PARTS), ("some", SOME_PARTS), ("many", MANY_PARTS)):
+        merge = merge_variant(spec, joined, features, chained=features.pdl)
+        yield f"merge_d{spec.v_head_dim}_{name}", merge_source(spec, merge), merge.options
     yield from importlib.import_module("radixpool.kernels.copy_build").write_sources(spec)
     if extend_config(spec, arch) is not None and gluon_launcher() is not None:
         yield from importlib.import_module("radixpool.kernels.extend_build").fast_sources(spec, arch)

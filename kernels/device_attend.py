@@ -15,10 +15,9 @@ NEG_INF = tl.constexpr(float("-inf"))
 RECORD = tl.constexpr(16)
 TO_THE_END = tl.constexpr(2147483647)
 ROW_RECORD = tl.constexpr(4)
-LINE_ENTRIES = tl.constexpr(32)
 # Integers whose value must not choose another compilation: they change from batch to batch or are zero when unused.
 UNSPECIALISED = [
-    "plan_lines", "stride_table", "window", "stride_ks_block", "stride_ks_head", "stride_ks_token", "stride_vs_block",
+    "stride_table", "window", "stride_ks_block", "stride_ks_head", "stride_ks_token", "stride_vs_block",
     "stride_vs_head", "stride_vs_token",
 ]  # fmt: skip
 
@@ -165,21 +164,6 @@ def walk_tiles(
 
 
 @triton.jit
-def prefetch_plan(PLAN, plan_lines, program, LANES: tl.constexpr):
-    """Ask the L2 cache for the plan's lines of 128 bytes, shared out over the programs.
-
-    Rows, lengths and block ids then arrive while a program waits for its first record, which tells it which it needs.
-    """
-    first = program * LANES
-    if first < plan_lines:
-        line = first + tl.arange(0, LANES)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.lt.s32 p, $2, $3; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l,r,r",
-            [PLAN + line * LINE_ENTRIES, line, plan_lines], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def load_record(record, exists):
     """Load one item: row start, rows, table, begin, end, first part, tokens after its last row, tokens all rows see."""
     row_start = tl.load(record, mask=exists, other=0)
@@ -196,7 +180,7 @@ def load_record(record, exists):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def attend_items(
     Q, K, V, K_SCALE, V_SCALE, NODES, DEPTHS, SLOPES, OUT, LSE, SINKS, scale, v_factor, soft_cap, window,
-    PART, PART_LSE, TABLES, SEQ_LENS, ITEMS, ROWS, PLAN, plan_lines,
+    PART, PART_LSE, TABLES, SEQ_LENS, ITEMS, ROWS,
     stride_q_row, stride_q_head, stride_table,
     stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
     stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
@@ -204,8 +188,7 @@ def attend_items(
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TILE_DTYPE: tl.constexpr, PAIRS: tl.constexpr, HEAD_SCALES: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Run the items of one program for one KV head; grid (kv_heads, programs).
 
@@ -216,8 +199,6 @@ def attend_items(
     cta = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    if PREFETCH:
-        prefetch_plan(PLAN, plan_lines, cta * tl.num_programs(0) + head, 128)
     m = tl.arange(0, BM)
     local_row = m // G
     q_head = head * G + m % G

@@ -21,9 +21,9 @@ def merge_step(
     lses = ()
     for j in tl.static_range(BLOCK_N):
         here = there & (start + j * GROUPS < last)
-        lses = lses + (tl.load(PART_LSE + cells[j] + head, mask=here, other=NEG_INF),)  # noqa: RUF005
+        lses = lses + (tl.load(PART_LSE + cells[j] + head, mask=here, other=NEG_INF),)  # type: ignore[assignment]  # noqa: RUF005
         place = PART + (cells[j] + head)[:, None] * DV + dv[None, :]
-        states = states + (tl.load(place, mask=inside & here[:, None], other=0.0),)  # noqa: RUF005
+        states = states + (tl.load(place, mask=inside & here[:, None], other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     new_top = top
     for j in tl.static_range(BLOCK_N):
         new_top = tl.maximum(new_top, lses[j])
@@ -44,7 +44,7 @@ def load_cells(PARTS, start, last, HQ: tl.constexpr, BLOCK_N: tl.constexpr, GROU
     cells = ()
     for j in tl.static_range(BLOCK_N):
         at = start + j * GROUPS
-        cells = cells + (tl.load(PARTS + at, mask=at < last, other=0).to(tl.int64) * HQ,)  # noqa: RUF005
+        cells = cells + (tl.load(PARTS + at, mask=at < last, other=0).to(tl.int64) * HQ,)  # type: ignore[assignment]  # noqa: RUF005
     return cells
 
 
@@ -56,10 +56,11 @@ def merge_partials(
 ):  # fmt: skip
     """Merge the partial states of row ROWS[i] for HEADS query heads; grid (rows, num_q_heads / HEADS, rounded up)."""
     i = tl.program_id(0)
+    # Read before it is known whether this program has a row: one load less that waits for another.
+    row = tl.load(ROWS + i)
+    first = tl.load(STARTS + i)
+    last = tl.load(STARTS + i + 1)
     if i < tl.load(COUNTS):
-        row = tl.load(ROWS + i)
-        first = tl.load(STARTS + i)
-        last = tl.load(STARTS + i + 1)
         lane = tl.arange(0, GROUPS * HEADS)
         group = lane // HEADS
         head = tl.program_id(1) * HEADS + lane % HEADS

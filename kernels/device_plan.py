@@ -17,12 +17,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixpool.kernels.forest import RECORD, ROW_RECORD, Forest
-from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig, ctas_per_head, next_power_of_two
+from radixpool.kernels.launch import (
+    FEW_PARTS,
+    TILE_ROWS,
+    DeviceInfo,
+    TileConfig,
+    ctas_per_head,
+    merge_config,
+    merge_config_for_any,
+    next_power_of_two,
+)
 from radixpool.kernels.spec import AttentionSpec
 
 Array = NDArray[np.int32]
 Long = NDArray[np.int64]
-MANY_PARTS = 16  # partial states a row, on average, above which the merge takes wide steps
 MAX_CHANGES = 1024  # table entries that one step may change without a new plan
 ROOM_BLOCKS = 8  # columns at least that the tables may grow by without a new plan
 ALIGN = 16  # int32 entries: sections start on 64 bytes, which Triton's 16-byte specialisation needs
@@ -78,7 +86,7 @@ class DevicePlan:
         self.merge_grid = 0
         self.tall = capacity is not None
         self.bound: dict[Any, Any] = {}
-        self.many_parts = capacity is not None
+        self.merge = FEW_PARTS if capacity is None else merge_config_for_any(capacity.max_rows, spec, device)
         self.table_stride = 0
         self.step: Array = np.zeros(0, np.int32)  # host side of the section "lens": what one step sends
         self.views: dict[int, StepViews] = {}
@@ -148,7 +156,7 @@ class DevicePlan:
         self.merge_grid = len(forest.merge_rows) if capacity is None else capacity.max_rows
         if capacity is None:
             self.tall = forest.tall
-            self.many_parts = forest.num_parts > MANY_PARTS * max(1, len(forest.merge_rows))
+            self.merge = merge_config(forest.num_parts / max(1, len(forest.merge_rows)))
         copy = self.send(arrays, tables)
         self.reserve_parts(forest.num_parts)
         self.views.clear()

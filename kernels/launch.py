@@ -126,3 +126,35 @@ def ctas_per_head(
     """Return how many programs per KV head fill the device once, or the room `beside` the programs of tall tiles."""
     per_sm = config.ctas_beside if beside else config.ctas_per_sm
     return max(1, device.num_sms * per_sm // spec.num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeConfig:
+    """How partial states are joined.
+
+    A program joins `heads` query heads of a row; `groups` of threads share out the row's parts, and each has the loads
+    of `block_n` of them in flight.
+    """
+
+    heads: int
+    groups: int
+    block_n: int
+
+
+FEW_PARTS, SOME_PARTS, MANY_PARTS = MergeConfig(4, 1, 8), MergeConfig(4, 1, 16), MergeConfig(1, 4, 16)
+
+
+def merge_config(parts_per_row: float) -> MergeConfig:
+    """Return how to join rows of so many partial states, on average.
+
+    >>> [merge_config(n) == c for n, c in ((4, FEW_PARTS), (9.3, SOME_PARTS), (64, MANY_PARTS))]
+    [True, True, True]
+    """
+    if parts_per_row <= FEW_PARTS.block_n:
+        return FEW_PARTS
+    return SOME_PARTS if parts_per_row <= SOME_PARTS.block_n else MANY_PARTS
+
+
+def merge_config_for_any(max_rows: int, spec: AttentionSpec, device: DeviceInfo) -> MergeConfig:
+    """Return how to join the rows of any batch of up to `max_rows`, if two programs an SM share out each KV head."""
+    return merge_config(max(SOME_PARTS.block_n, 2 * device.num_sms / (spec.num_kv_heads * max_rows)))

@@ -22,7 +22,7 @@ from radixpool.kernels.device_copy import merge_finished, move_blocks, rotate_ro
 from radixpool.kernels.device_merge import merge_partials
 from radixpool.kernels.extend_path import fast_extend
 from radixpool.kernels.extend_plan import FAST_ROWS, plain_only
-from radixpool.kernels.launch import TileConfig, next_power_of_two, uses_pairs
+from radixpool.kernels.launch import MergeConfig, TileConfig, next_power_of_two, uses_pairs
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
 from radixpool.kernels.spec import AttentionSpec
@@ -30,7 +30,6 @@ from radixpool.kernels.tree_mask import TreeMask
 from radixpool.kernels.variant import INTERPRETED, KernelVariant, Launch
 
 Scale = float | Tensor | None
-ENTRIES_OF_A_LINE = 32  # int32 of a cache line of 128 bytes
 
 
 def split_scales(k_scale: Scale, v_scale: Scale) -> tuple[float, float, Tensor | None, Tensor | None]:
@@ -93,7 +92,7 @@ def attend_variant(
         "CAP": features.cap, "ALIBI": features.alibi, "WINDOW": features.window, "HAS_SINKS": features.sinks,
         "HAS_LSE": features.lse, "TREE": features.tree,
         "SPLIT": config.split and not (features.window or features.token_scales or features.tree),
-        "SAME_STRIDES": features.same_strides, "PREFETCH": not INTERPRETED, "PDL": features.pdl,
+        "SAME_STRIDES": features.same_strides, "PDL": features.pdl,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers:
@@ -103,18 +102,13 @@ def attend_variant(
     return KernelVariant(attend_items, constants, options)
 
 
-def merged_heads(spec: AttentionSpec, *, many: bool) -> int:
-    """Return the query heads that one program of the merge joins: few programs, but of all threads busy."""
-    return 1 if many else min(4, next_power_of_two(spec.num_q_heads))
-
-
 @functools.cache
-def merge_variant(spec: AttentionSpec, features: Features, *, many: bool, chained: bool) -> KernelVariant:
-    """Return the kernel that merges partial states; `many` for rows of more than 16 of them."""
+def merge_variant(spec: AttentionSpec, config: MergeConfig, features: Features, *, chained: bool) -> KernelVariant:
+    """Return the kernel that merges partial states."""
     constants = {
         "HQ": spec.num_q_heads, "DV": spec.v_head_dim, "BLOCK_DV": next_power_of_two(spec.v_head_dim),
-        "HEADS": merged_heads(spec, many=many), "GROUPS": 4 if many else 1, "BLOCK_N": 16,
-        "HAS_SINKS": features.sinks, "HAS_LSE": features.lse, "PDL": features.pdl,
+        "HEADS": min(config.heads, next_power_of_two(spec.num_q_heads)), "GROUPS": config.groups,
+        "BLOCK_N": config.block_n, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse, "PDL": features.pdl,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": 4}
     if chained:
@@ -139,9 +133,7 @@ class BoundCall:
         assert on_device is not None and on_device.part is not None and on_device.part_lse is not None
         q, k_pool, v_pool, k_scale, v_scale = tensors[:5]
         sections, part, part_lse, tables = on_device.sections, on_device.part, on_device.part_lse, on_device.tables
-        assert tables is not None and on_device.buffer is not None
-        # What the kernel asks the cache for at its start; the buffer of a plan with a capacity is mostly empty.
-        ahead = on_device.buffer if plan.capacity is None else tables
+        assert tables is not None
         scaled = features.head_scales or features.token_scales
         scales = (*scale_strides(k_scale), *scale_strides(v_scale)) if scaled else (0,) * 6
         chained = False
@@ -155,18 +147,16 @@ class BoundCall:
                 spec, plan.config_of(height, on_device.tall), height, features, pairs=pairs, chained=chained
             )
             grid = (spec.num_kv_heads, on_device.heights[height], 1)
-            fixed = (part, part_lse, tables, sections["lens"], sections[f"items{height}"], sections["rows"], ahead)
+            fixed = (part, part_lse, tables, sections["lens"], sections[f"items{height}"], sections["rows"])
             k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
-            lines = -(-ahead.numel() // ENTRIES_OF_A_LINE)
-            strides = (lines, q.stride(0), q.stride(1), on_device.table_stride, *k.stride()[:3], *v.stride()[:3])
+            strides = (q.stride(0), q.stride(1), on_device.table_stride, *k.stride()[:3], *v.stride()[:3])
             self.items.append((Launch(variant, grid, fixed, (*strides, *scales)), pairs))
             chained = features.pdl
         self.merge: Launch | None = None
         if on_device.merge_grid:
-            variant = merge_variant(spec, features, many=on_device.many_parts, chained=chained and features.pdl)
+            variant = merge_variant(spec, on_device.merge, features, chained=chained and features.pdl)
             lists = (sections[name] for name in ("merge_rows", "merge_starts", "merge_parts", "counts"))
-            heads = merged_heads(spec, many=on_device.many_parts)
-            grid = (on_device.merge_grid, -(-spec.num_q_heads // heads), 1)
+            grid = (on_device.merge_grid, -(-spec.num_q_heads // variant.constants["HEADS"]), 1)
             self.merge = Launch(variant, grid, (part, part_lse, *lists), ())
 
     def first(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], kind: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -24,10 +25,14 @@ def ready_fd_option(command: Command) -> Command:
 
 
 def stop_on_signals() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set."""
+    """Return an event that SIGTERM and SIGINT set.
+
+    Another thread sets it: a handler runs in the middle of whatever the main thread does, and if that is the beginning
+    of a wait for this very event, setting it there would wait for ever for the lock that the wait holds.
+    """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: _thread.start_new_thread(stop.set, ()))
     return stop
 
 

@@ -123,3 +123,17 @@ def test_manager_and_client_work_without_torch(socket_dir):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("1\nUsage: ")
+
+
+def test_a_signal_at_the_beginning_of_the_wait_for_it_is_not_lost():
+    program = """
+    import signal
+
+    from radixpool.rpc.cli.running import stop_on_signals
+
+    stop = stop_on_signals()
+    with stop._cond:  # as `stop.wait()` does first; the handler runs here
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.wait(10)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60, check=True)

@@ -4,8 +4,9 @@ usage: python bench/extend.py [--peers DIR] [--suite main|shapes|fp8 ...] [--cas
 
 Every implementation is checked against float64 before it is timed (a red one is reported, not timed). Rounds alternate
 between implementations; the L2 cache is overwritten before every run; figures are medians over the rounds with the
-spread of the rounds' medians. `radixpool_plain` is the same plan without the fast kernel. Prints a table, writes
-extend.csv and extend.png.
+spread of the rounds' medians. `radixpool_plain` is the same plan without the fast kernel, `radixpool_fp8` has
+precision="fp8". Large dense matrix products, timed before and after the cases, are the ceiling of the machine in this
+run. Prints a table, writes extend.csv; `extend_docs.py` makes the documentation from it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from gpu_timing import time_eager
 
 from radixpool.kernels import extend, plan_forest
 
+CEILING = "dense matrix product"
+
 
 @dataclass
 class Result:
@@ -42,15 +45,35 @@ class Result:
 
 
 def radixpool_calls(w: Workload) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return our call, and the same with the plain kernel only."""
+    """Return our call, the same with the plain kernel only, and with fp8 products where the pool is fp8."""
     calls = {}
-    for name in ("radixpool", "radixpool_plain"):
+    for name in ("radixpool", "radixpool_plain") + (("radixpool_fp8",) if w.case.dtype == FP8 else ()):
         plan = plan_forest(w.tables, w.lens, w.new, spec=w.spec)
         if name == "radixpool_plain":
             plan.fast = False
+        precision = "fp8" if name == "radixpool_fp8" else "full"
         out = torch.full_like(w.q, math.nan)
-        calls[name] = lambda plan=plan, out=out: extend(w.q, w.k_pool, w.v_pool, plan, out=out)
+        calls[name] = lambda plan=plan, out=out, precision=precision: extend(
+            w.q, w.k_pool, w.v_pool, plan, out=out, precision=precision
+        )
     return calls
+
+
+def ceilings() -> list[Result]:
+    """Time dense products of 8192 x 8192 matrices in bf16 and fp8: what the tensor cores give here, at most."""
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a8, b8, one = a.to(FP8), b.to(FP8).t(), torch.ones((), device="cuda")
+    calls = {
+        "dense_bf16": lambda: a @ b,
+        "dense_fp8": lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16),
+    }
+    results = []
+    for name, call in calls.items():
+        t = time_eager(call, rep_ms=150)
+        results.append(Result(CEILING, name, us=t.us, low_us=t.low_us, high_us=t.high_us, tflops=2 * n**3 / t.us / 1e6))
+        print(f"{CEILING}: {name} {results[-1].tflops:.0f} TFLOP/s", flush=True)
+    return results
 
 
 def plan_ms(w: Workload) -> float:
@@ -110,38 +133,13 @@ def report(case: Case, results: list[Result], plan: float) -> None:
         )
 
 
-def write_results(results: list[Result], out: Path) -> None:
-    """Write the CSV and the plot."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "extend.csv").open("w", newline="") as f:
+def write_results(results: list[Result], path: Path) -> None:
+    """Write the CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as f:
         writer = csv.DictWriter(f, list(asdict(results[0])))
         writer.writeheader()
         writer.writerows(asdict(r) for r in results)
-    plot(results, out / "extend.png")
-
-
-def plot(results: list[Result], path: Path) -> None:
-    """Plot TFLOP/s, a group of bars per case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cases = list(dict.fromkeys(r.case for r in results))
-    names = list(dict.fromkeys(r.name for r in results))
-    figure, axes = plt.subplots(figsize=(10, 0.75 * len(cases) + 1.5))
-    height = 0.8 / len(names)
-    for i, name in enumerate(names):
-        speed = {r.case: r.tflops for r in results if r.name == name}
-        axes.barh(
-            [j + i * height for j in range(len(cases))], [speed.get(c, math.nan) for c in cases], height, label=name
-        )
-    axes.set_yticks([j + 0.4 - height / 2 for j in range(len(cases))], cases)
-    axes.invert_yaxis()
-    axes.set_xlabel("TFLOP/s of the visible part (longer is faster)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -157,13 +155,14 @@ def main() -> None:
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     binders = load_peers(args.peers, args.peer)
-    results = []
-    for suite in args.suite:
-        for case in (c for c in SUITES[suite] if args.case in c.name):
-            results += run_case(case, binders, args.rounds)
-    if not results:
+    cases = [c for suite in args.suite for c in SUITES[suite] if args.case in c.name]
+    if not cases:
         parser.error(f"--case: no case of {', '.join(args.suite)} contains {args.case!r}")
-    write_results(results, args.out)
+    results = ceilings()
+    for case in cases:
+        results += run_case(case, binders, args.rounds)
+        write_results(results, args.out / "extend.csv")  # a run that is cut short keeps what it has
+    write_results(results + ceilings(), args.out / "extend.csv")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,12 @@ SUITES = {
         Case("d256 4 x 2048 new", (16, 4), ((4, 2048, 0),), head_dim=256),
         Case("block 64 4 x 4096 new", LARGE, ((4, 4096, 0),), block_size=64),
     ],
-    "fp8": [Case("fp8 4 x 512 over 4096", LARGE, ((4, 512, 4096),), dtype=FP8)],
+    "fp8": [
+        Case("fp8 4 x 512 over 4096", LARGE, ((4, 512, 4096),), dtype=FP8),
+        Case("fp8 4 x 4096 new", LARGE, ((4, 4096, 0),), dtype=FP8),
+        Case("fp8 8/1 8 x 2048 over 4096", SMALL, ((8, 2048, 4096),), dtype=FP8),
+        Case("fp8 64 x 128 over one 8192", LARGE, ((64, 128, 8192),), shared=8192, dtype=FP8),
+    ],
 }
 
 

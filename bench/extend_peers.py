@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from attention_peers import MissingPackages, vllm_module
+from attention_peers import MissingPackages, load, sglang_triton, vllm_module
 from extend_cases import FP8, Workload
 
 Call = Callable[[], torch.Tensor]
@@ -68,6 +68,38 @@ def vllm_triton(folder: Path) -> dict[str, Binder]:
     return {"vllm_triton": bind}
 
 
+def sglang_extend(folder: Path) -> dict[str, Binder]:
+    """SGLang's kernel reads cached tokens through a list of slots, new ones from contiguous tensors."""
+    sglang_triton(folder)  # what the module imports
+    module = load("sglang.kernels.ops.attention.extend_attention", folder / "peers" / "sgl_extend_attention.py")
+
+    def bind(w: Workload) -> Call:
+        if w.case.dtype == FP8:
+            raise NotImplementedError("fp8 KV")
+        block, kv_heads = w.case.block_size, w.case.heads[1]
+        k, v = (p.transpose(1, 2).reshape(-1, kv_heads, w.case.head_dim) for p in (w.k_pool, w.v_pool))
+        slots = (w.device_tables[:, :, None].long() * block + torch.arange(block, device="cuda")).flatten(1)
+        cached = (w.lens - w.new).tolist()
+        indices = torch.cat([row[:n] for row, n in zip(slots, cached, strict=True)])
+        fresh = torch.cat([row[c:n] for row, c, n in zip(slots, cached, w.lens.tolist(), strict=True)])
+        new_k, new_v = k[fresh], v[fresh]
+        starts = torch.zeros(len(cached) + 1, dtype=torch.int32, device="cuda")
+        starts[1:] = torch.tensor(cached, device="cuda").cumsum(0)
+        most = int(w.new.max())
+        out = torch.empty_like(w.q)
+
+        def call() -> torch.Tensor:
+            module.extend_attention_fwd(
+                w.q, new_k, new_v, out, k, v, w.device_starts, starts, indices, None, True, None, most, 1.0, 1.0,
+                w.scale,
+            )  # fmt: skip
+            return out
+
+        return call
+
+    return {"sglang_triton": bind}
+
+
 def flashinfer_wrappers(folder: Path) -> dict[str, Binder]:
     sys.meta_path.insert(0, MissingPackages())
     import flashinfer
@@ -114,7 +146,7 @@ def dense_cudnn(w: Workload) -> Call:
     return call
 
 
-LOADERS = {"fa3": flash_attention_3, "vllm": vllm_triton, "flashinfer": flashinfer_wrappers}
+LOADERS = {"fa3": flash_attention_3, "vllm": vllm_triton, "sglang": sglang_extend, "flashinfer": flashinfer_wrappers}
 
 
 def load_peers(folder: Path | None, names: list[str]) -> dict[str, Binder]:

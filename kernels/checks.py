@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
+from radixpool.kernels.spec import Precision
 from radixpool.kernels.tree_mask import MAX_TREE_NODES, TreeMask
 
 if TYPE_CHECKING:
@@ -71,6 +72,19 @@ def check_scale(name: str, scale: float | Tensor | None, pool: Tensor) -> None:
         raise ValueError(f"{name}: expected shape [], [1], [{heads}] or {list(shapes[3])}, got {tuple(scale.shape)}")
     check_dtype(name, scale, (torch.float32,))
     check_device(name, scale, pool.device)
+
+
+def check_precision(
+    precision: str, k_pool: Tensor, k_scale: float | Tensor | None, v_scale: float | Tensor | None
+) -> None:  # fmt: skip
+    """Check that fp8 products are asked for only where both pools are fp8 and scales can be taken out of the sums."""
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision: expected one of {get_args(Precision)}, got {precision!r}")
+    if precision == "fp8":
+        if k_pool.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"precision: 'fp8' expects pools of torch.float8_e4m3fn, got {k_pool.dtype}")
+        if any(isinstance(scale, Tensor) and scale.ndim == 3 for scale in (k_scale, v_scale)):
+            raise ValueError("precision: 'fp8' expects scales that are numbers or per head, got scales per token")
 
 
 def check_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan) -> None:

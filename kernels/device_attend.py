@@ -11,6 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
+FP8_MAX = tl.constexpr(448.0)
+FP8_WEIGHT = tl.constexpr(256.0)
 # Fields of one item record; see forest.py.
 RECORD = tl.constexpr(16)
 TO_THE_END = tl.constexpr(2147483647)
@@ -41,6 +43,15 @@ def high_halves(x):
 
 
 @triton.jit
+def quantise_rows(x):
+    """Return a tile as e4m3 and the scale of each row: its largest magnitude becomes 448."""
+    x = x.to(tl.float32)
+    top = tl.max(tl.abs(x), 1)
+    scale = tl.where(top > 0, top / FP8_MAX, 1.0)
+    return (x / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
 def block_of(pos, BLOCK_SIZE: tl.constexpr):
     """Return the index of the block of token `pos` in its table; unsigned, so that powers of two become shifts."""
     return (pos.to(tl.uint32) // BLOCK_SIZE).to(tl.int32)
@@ -63,9 +74,12 @@ def tile_step(
     q, q_odd, k, v, cols, stop, limit, row_begin, context, nodes, slope, k_scales, v_scales, qk_scale, soft_cap, top,
     total, acc, acc_odd, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr, LATE_SUM: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys and values into the running maximum, denominator and output (online softmax)."""
     x = tile_scores(q, q_odd, k, PAIRS)
+    if FP8:
+        x = x * q_odd[:, None]
     if TOKEN_SCALES:
         x = x * k_scales[None, :]
     if CAP:
@@ -105,6 +119,9 @@ def tile_step(
         p16 = p.to(tl.float16)
         acc = tl.dot(p16, low_halves(v), acc)
         acc_odd = tl.dot(p16, high_halves(v), acc_odd)
+    elif FP8:
+        # e4m3 holds 448: weights of at most 256 keep the most bits; every tile's sum starts anew and is added in fp32
+        acc += tl.dot((p * FP8_WEIGHT).to(q.dtype), v) * (1 / FP8_WEIGHT)
     else:
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
     return new_top, total, acc, acc_odd
@@ -119,7 +136,7 @@ def walk_tiles(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr, TOKEN_SCALES: tl.constexpr, CAP: tl.constexpr,
     ALIBI: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    LATE_SUM: tl.constexpr,
+    LATE_SUM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Fold the tokens [begin, stop) of one table into the running state; with MASKED they end at `end` <= `stop`."""
     n = tl.arange(0, BN)
@@ -159,6 +176,7 @@ def walk_tiles(
         top, total, acc, acc_odd = tile_step(
             q, q_odd, k, v, cols, end, limit, row_begin, context, nodes, slope, k_scales, v_scales, qk_scale, soft_cap,
             top, total, acc, acc_odd, PAIRS, TOKEN_SCALES, CAP, ALIBI, WINDOW, MASKED, TREE, LATE_SUM,
+            FP8,
         )  # fmt: skip
     return top, total, acc, acc_odd
 
@@ -188,7 +206,7 @@ def attend_items(
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TILE_DTYPE: tl.constexpr, PAIRS: tl.constexpr, HEAD_SCALES: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, PDL: tl.constexpr,
+    HAS_LSE: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Run the items of one program for one KV head; grid (kv_heads, programs).
 
@@ -249,7 +267,11 @@ def attend_items(
             q = tl.load(q_ptr + 2 * d[None, :], mask=q_mask, other=0.0).to(TILE_DTYPE)
             q_odd = tl.load(q_ptr + 2 * d[None, :] + 1, mask=q_mask, other=0.0).to(TILE_DTYPE)
         else:
-            q = tl.load(q_ptr + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0).to(TILE_DTYPE)
+            q = tl.load(q_ptr + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+            if FP8:
+                q, q_odd = quantise_rows(q)
+            else:
+                q = q.to(TILE_DTYPE)
         top = tl.full([BM], NEG_INF, tl.float32)
         # Narrow tiles spread a row over all warps: they add up weights by column and over columns once, at the end.
         LATE_SUM: tl.constexpr = BM < 64
@@ -270,7 +292,7 @@ def attend_items(
                 stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
                 stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
                 KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, ALIBI, WINDOW, False,
-                False, SAME_STRIDES, LATE_SUM,
+                False, SAME_STRIDES, LATE_SUM, FP8,
             )  # fmt: skip
         top, total, acc, acc_odd = walk_tiles(
             q, q_odd, K, V, table, table_tokens, k_token_scales, v_token_scales, head, mid, end, end, limit, row_begin,
@@ -278,7 +300,7 @@ def attend_items(
             stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
             stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
             KD, VD, BLOCK_D, BLOCK_DV, BLOCK_SIZE, BN, STAGES, PAIRS, TOKEN_SCALES, CAP, ALIBI, WINDOW, True, TREE,
-            SAME_STRIDES, LATE_SUM,
+            SAME_STRIDES, LATE_SUM, FP8,
         )  # fmt: skip
         if LATE_SUM:
             total = tl.sum(total, 1)

@@ -10,39 +10,63 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from radixpool.kernels.build import FLOATS, POINTERS
 from radixpool.kernels.extend_device import UNSPECIALISED, extend_tiles
+from radixpool.kernels.extend_device_fp8 import extend_tiles_fp8
+from radixpool.kernels.extend_device_turn import TURN_UNSPECIALISED, turn_values
 from radixpool.kernels.extend_device_widen import widen_blocks
-from radixpool.kernels.extend_launch import BOX_LAYOUT, LAUNCH_OPTIONS, extend_constants
-from radixpool.kernels.extend_plan import BOX_COLUMNS, ExtendConfig, extend_config
+from radixpool.kernels.extend_launch import (
+    BOX_LAYOUT,
+    FP8_VALUE_LAYOUT,
+    LAUNCH_OPTIONS,
+    boxes,
+    extend_constants,
+    key_layout,
+)
+from radixpool.kernels.extend_plan import ExtendConfig, extend_config, fp8_config
+from radixpool.kernels.extend_turn import TURN_OPTIONS, turn_constants
 from radixpool.kernels.extend_widen import WIDEN_OPTIONS, widen_constants
-from radixpool.kernels.spec import AttentionSpec
+from radixpool.kernels.spec import AttentionSpec, Precision
 
-INTEGER_TABLES = ("TABLES", "ENTRIES", "STARTS", "ORDER", "LIMITS")
+INTEGER_TABLES = ("TABLES", "ENTRIES", "STARTS", "ORDER", "LIMITS", "RUNS", "PLACES")
 
 
-def argument_type(name: str, spec: AttentionSpec, config: ExtendConfig, constants: dict[str, Any]) -> str:
-    """Return the Triton type of one argument of `extend_tiles`."""
-    pointer = POINTERS[spec.q_dtype]
+def box_types(spec: AttentionSpec, config: ExtendConfig, precision: Precision) -> dict[str, str]:
+    """Return the Triton types of the copy descriptors."""
+    dtype = "fp8e4nv" if precision == "fp8" else POINTERS[spec.q_dtype][1:]
+    k_box, v_box = (str(list(box)) for box in boxes(config, precision))
+    v_layout = FP8_VALUE_LAYOUT if precision == "fp8" else BOX_LAYOUT
+    return {
+        "k_desc": f"tensordesc<{dtype}{k_box},{key_layout(config, precision)!r}>",
+        "v_desc": f"tensordesc<{dtype}{v_box},{v_layout!r}>",
+    }
+
+
+def argument_type(name: str, spec: AttentionSpec, descriptors: dict[str, str], constants: dict[str, Any]) -> str:
+    """Return the Triton type of one argument of a fast kernel."""
     if name in constants:
         return "constexpr"
-    if name.endswith("_desc"):
-        return f"tensordesc<{pointer[1:]}[1, 1, {config.page}, {BOX_COLUMNS}],{BOX_LAYOUT!r}>"
+    if name in descriptors:
+        return descriptors[name]
     if name in FLOATS:
         return "fp32"
     if name.isupper():
-        return pointer if name in ("Q", "OUT") else "*i32" if name in INTEGER_TABLES else "*fp32"
+        return POINTERS[spec.q_dtype] if name in ("Q", "OUT") else "*i32" if name in INTEGER_TABLES else "*fp32"
     return "i32"
 
 
-def extend_source(spec: AttentionSpec, config: ExtendConfig, **features: bool) -> tuple[GluonASTSource, dict[str, Any]]:
-    """Return source and compiler options of `extend_tiles` as a server with these shapes would compile it."""
+def extend_source(
+    spec: AttentionSpec, config: ExtendConfig, precision: Precision = "full", **features: bool
+) -> tuple[GluonASTSource, dict[str, Any]]:  # fmt: skip
+    """Return source and compiler options of a fast kernel as a server with these shapes would compile it."""
+    function = extend_tiles_fp8 if precision == "fp8" else extend_tiles
     constants = extend_constants(spec, config, **features)
-    signature = {n: argument_type(n, spec, config, constants) for n in extend_tiles.arg_names}
+    descriptors = box_types(spec, config, precision)
+    signature = {n: argument_type(n, spec, descriptors, constants) for n in function.arg_names}
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or (kind == "i32" and name not in UNSPECIALISED)
     }
-    return GluonASTSource(extend_tiles, signature=signature, constexprs=constants, attrs=attrs), LAUNCH_OPTIONS
+    return GluonASTSource(function, signature=signature, constexprs=constants, attrs=attrs), LAUNCH_OPTIONS
 
 
 def widen_source(spec: AttentionSpec) -> ASTSource:
@@ -55,6 +79,19 @@ def widen_source(spec: AttentionSpec) -> ASTSource:
     return ASTSource(widen_blocks, signature=signature, constexprs=constants, attrs=attrs)
 
 
+def turn_source(spec: AttentionSpec) -> ASTSource:
+    """Return the source of `turn_values` for an fp8 pool of these shapes."""
+    constants = turn_constants(spec)
+    kinds = {"V": "*i32", "TURNED": "*i32", "TABLES": "*i32", "CHUNKS": "*i32"}
+    signature = {n: "constexpr" if n in constants else kinds.get(n, "i32") for n in turn_values.arg_names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if kind != "constexpr" and name not in TURN_UNSPECIALISED
+    }
+    return ASTSource(turn_values, signature=signature, constexprs=constants, attrs=attrs)
+
+
 def fast_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSource, dict[str, Any]]]:
     """Yield name, source and options of what the fast path launches for `spec`; nothing where it isn't taken."""
     config = extend_config(spec, arch)
@@ -64,3 +101,8 @@ def fast_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSourc
     yield f"extend_{spec.q_dtype}_d{spec.head_dim}".replace("torch.", ""), source, options
     if config.widen:
         yield f"widen_d{spec.head_dim}", widen_source(spec), WIDEN_OPTIONS
+    config = fp8_config(spec, arch)
+    if config is not None:
+        source, options = extend_source(spec, config, "fp8")
+        yield f"extend_fp8_d{spec.head_dim}", source, options
+        yield f"turn_d{spec.v_head_dim}", turn_source(spec), TURN_OPTIONS

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as wait_mma
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from radixpool.kernels.extend_device_tile import (
     ENTRY,
@@ -19,6 +20,7 @@ from radixpool.kernels.extend_device_tile import (
     ROWS,
     load_queries,
     mask_scores,
+    rescale,
     soften,
     store_out,
     store_part,
@@ -53,20 +55,19 @@ def view_as(buffer, shape: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def first_key(begin, end, shortest, window, PAGE: gl.constexpr, WINDOW: gl.constexpr):
-    """Return where an entry's keys begin: with a window, at the page of the first key that any row may see."""
+def first_key(begin, end, shortest, window, STEP: gl.constexpr, WINDOW: gl.constexpr):
+    """Return where an entry's keys begin: with a window, at the step of the first key that any row may see."""
     if WINDOW:
-        lowest = gl.maximum(shortest - window, 0) // PAGE * PAGE
-        begin = gl.minimum(gl.maximum(begin, lowest), (end - 1) // PAGE * PAGE)
+        begin += gl.maximum(gl.minimum(shortest - window, end - 1) - begin, 0) // STEP * STEP
     return begin
 
 
 @gluon.jit
 def copy_tile(
     desc, boxes, barrier, table, pos, end, head, first_box, BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr,
-    PAGES: gl.constexpr, COLS: gl.constexpr, LAST: gl.constexpr,
+    PAGES: gl.constexpr, COLS: gl.constexpr, BOX: gl.constexpr, LAST: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of one tile; its boxes lie 64 columns by 64 columns, as wgmma reads them.
+    """Start the copies of one tile; its boxes lie side by side, BOX columns each, as wgmma reads them.
 
     With LAST the tile holds the entry's end: the last page is shifted to end there. What then lies before its block is
     out of bounds and filled with zeros by the copy engine, as pages past the end are; what lies inside it is valid
@@ -77,7 +78,10 @@ def copy_tile(
         if LAST:
             live = at < end
             page = gl.load(table + gl.where(live, at, 0) // BLOCK_SIZE)
-            offset = gl.where(live, at % BLOCK_SIZE - gl.maximum(at + PAGE - end, 0), BLOCK_SIZE)
+            offset = at % BLOCK_SIZE
+            if SHIFT:
+                offset -= gl.maximum(at + PAGE - end, 0)
+            offset = gl.where(live, offset, BLOCK_SIZE)
         else:
             page = gl.load(table + at // BLOCK_SIZE)
             offset = at % BLOCK_SIZE
@@ -88,12 +92,14 @@ def copy_tile(
 @gluon.jit
 def produce(
     desc, buffer, full, empty, ENTRIES, TABLES, first, last, stride_table, window, BLOCK_SIZE: gl.constexpr,
-    PAGE: gl.constexpr, BN: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    PAGE: gl.constexpr, STEP: gl.constexpr, BN: gl.constexpr, COLUMNS: gl.constexpr, BOX: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, SHIFT: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
     """Gather the pages of K, or of V, for every tile of every entry."""
     PAGES: gl.constexpr = BN // PAGE
     COLS: gl.constexpr = COLUMNS // BOX
-    box_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
+    BITS: gl.constexpr = buffer.dtype.primitive_bitwidth
+    box_layout: gl.constexpr = gl.NVMMASharedLayout(BOX * BITS // 8, BITS, rank=4)
     boxes = view_as(buffer, [STAGES * COLS * PAGES, 1, 1, PAGE, BOX], box_layout)
     step = 0
     for entry in range(first, last):
@@ -101,48 +107,80 @@ def produce(
         table = TABLES + gl.load(record + 2).to(gl.int64) * stride_table
         end = gl.load(record + 4)
         head = gl.load(record + 6)
-        begin = first_key(gl.load(record + 3), end, gl.load(record + 7), window, PAGE, WINDOW)
+        begin = first_key(gl.load(record + 3), end, gl.load(record + 7), window, STEP, WINDOW)
         tiles = (end - begin + BN - 1) // BN
         for i in range(tiles):
             pos = begin + (tiles - 1 - i) * BN
             stage = step % STAGES
             barrier = full.index(stage)
             first_box = stage * COLS * PAGES
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(barrier, BN * COLUMNS * 2)
+            turn = step + BEHIND
+            mbarrier.wait(empty.index(turn % STAGES), ((turn // STAGES) & 1) ^ 1)
+            mbarrier.expect(barrier, BN * COLUMNS * BITS // 8)
             if i == 0:
-                copy_tile(desc, boxes, barrier, table, pos, end, head, first_box, BLOCK_SIZE, PAGE, PAGES, COLS, True)
+                copy_tile(
+                    desc,
+                    boxes,
+                    barrier,
+                    table,
+                    pos,
+                    end,
+                    head,
+                    first_box,
+                    BLOCK_SIZE,
+                    PAGE,
+                    PAGES,
+                    COLS,
+                    BOX,
+                    True,
+                    SHIFT,
+                )
             else:
-                copy_tile(desc, boxes, barrier, table, pos, end, head, first_box, BLOCK_SIZE, PAGE, PAGES, COLS, False)
+                copy_tile(
+                    desc,
+                    boxes,
+                    barrier,
+                    table,
+                    pos,
+                    end,
+                    head,
+                    first_box,
+                    BLOCK_SIZE,
+                    PAGE,
+                    PAGES,
+                    COLS,
+                    BOX,
+                    False,
+                    SHIFT,
+                )
             step += 1
 
 
 @gluon.jit
-def first_scores(q_tile, k_buf, k_full, k_empty, step, zero, STAGES: gl.constexpr):
+def first_scores(q_tile, k_buf, k_full, empty, step, zero, STAGES: gl.constexpr):
     """Return the raw scores of an entry's first tile (its last keys)."""
     stage = step % STAGES
     mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
     token = warpgroup_mma(q_tile, k_buf.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = wait_mma(0, deps=[token])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(empty.index(stage), count=1)
     return s
 
 
 @gluon.jit
 def one_step(
-    q_tile, k_buf, v_buf, barriers, acc, p16, top, total, done, more, pos, end, limit, lowest, qk_scale, soft_cap, zero,
-    PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr,
-    MASKED: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
+    q_tile, k_buf, v_buf, barriers, acc, p16, top, total, done, more, pos, end, limit, lowest, qk_scale,
+    soft_cap, zero, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr,
+    WINDOW: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile `done + 1` and product of tile `done`, both in flight, then the softmax of the new scores."""
-    k_full, k_empty, v_full, v_empty = barriers
+    k_full, v_full, empty = barriers
     stage = done % STAGES
     ahead = (done + 1) % STAGES
     s_token = warpgroup_mma(q_tile, k_buf.index(ahead).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
     o_token = warpgroup_mma(p16, v_buf.index(stage), acc, is_async=True)
     s = wait_mma(1, deps=[s_token])
-    mbarrier.arrive(k_empty.index(ahead), count=1)
     if CAP:
         s = soft_cap * (1.0 - 2.0 / (gl.exp2(s * qk_scale) + 1.0))
     if MASKED:
@@ -152,8 +190,13 @@ def one_step(
     # Waiting for the next keys here, not at the top, keeps ptxas from moving the softmax behind the product's wait.
     mbarrier.wait(k_full.index((done + 2) % STAGES), ((done + 2) // STAGES) & 1, pred=more)
     acc, p16, next16 = wait_mma(0, deps=[o_token, p16, next16])
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+    # One barrier frees the keys of the new scores and the values of the product: each costs a barrier of the warps too.
+    mbarrier.arrive(empty.index(ahead), count=1)
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))
+    if not MASKED:
+        acc = rescale(acc, shrink, acc.shape[1])
+    else:
+        acc = acc * shrink[:, None]
     return acc, next16, top, total
 
 
@@ -165,7 +208,7 @@ def consume(
 ):  # fmt: skip
     """Compute 64 rows of every entry."""
     q_buf, k_buf, v_buf = buffers
-    k_full, k_empty, v_full, v_empty = barriers
+    k_full, v_full, empty = barriers
     ENTRIES, ORDER, LIMITS, Q, OUT, LSE, PART, PART_LSE, K_SCALE, V_SCALE, SINKS = pointers
     first, last, scale, v_factor, soft_cap, window, row_stride, head_stride, ks_stride, vs_stride = numbers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -203,7 +246,7 @@ def consume(
         lowest = limit - window
         limit = gl.minimum(limit, end)
         tiles = (end - begin + BN - 1) // BN
-        s = first_scores(q_tile, k_buf, k_full, k_empty, step, zero, STAGES)
+        s = first_scores(q_tile, k_buf, k_full, empty, step, zero, STAGES)
         if CAP:
             s = soft_cap * (1.0 - 2.0 / (gl.exp2(s * qk_scale) + 1.0))
         s = mask_scores(s, begin + (tiles - 1) * BN, end, limit, lowest, PAGE, BN, WINDOW, s_layout)
@@ -238,7 +281,6 @@ def consume(
             Q, ENTRIES, ORDER, gl.minimum(entry + 1, last - 1), row_stride, head_stride, part_id, G, D, BD, load_layout
         )  # fmt: skip
         acc, p16 = wait_mma(0, deps=[o_token, p16])
-        mbarrier.arrive(v_empty.index(stage), count=1)
         total_of_row = gl.convert_layout(gl.sum(total, 1), row_layout)
         if part >= 0:
             store_part(
@@ -257,28 +299,27 @@ def extend_tiles(
     k_desc, v_desc, Q, OUT, LSE, PART, PART_LSE, TABLES, ENTRIES, STARTS, ORDER, LIMITS, K_SCALE, V_SCALE, SINKS,
     scale, v_factor, soft_cap, window, stride_q_row, stride_q_head, stride_table, stride_ks_head, stride_vs_head,
     HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BD: gl.constexpr, BDV: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr,
-    CAP: gl.constexpr, WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Run the entries STARTS[program] to STARTS[program + 1]; grid (programs,), 4 + 4 + 1 + 1 warps."""
+    gdc_launch_dependents()
     dtype: gl.constexpr = k_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_buf = gl.allocate_shared_memory(dtype, [2, ROWS, BD], q_layout)
     k_buf = gl.allocate_shared_memory(dtype, [STAGES, BN, BD], q_layout)
     v_buf = gl.allocate_shared_memory(dtype, [STAGES, BN, BDV], q_layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)
     first = gl.load(STARTS + gl.program_id(0))
     last = gl.load(STARTS + gl.program_id(0) + 1)
     buffers = (q_buf, k_buf, v_buf)
-    barriers = (k_full, k_empty, v_full, v_empty)
+    barriers = (k_full, v_full, empty)
     pointers = (ENTRIES, ORDER, LIMITS, Q, OUT, LSE, PART, PART_LSE, K_SCALE, V_SCALE, SINKS)
     numbers = (
         first, last, scale, v_factor, soft_cap, window, stride_q_row, stride_q_head, stride_ks_head, stride_vs_head
@@ -289,10 +330,10 @@ def extend_tiles(
                        HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
             (consume, (buffers, barriers, pointers, numbers, gl.constexpr(1), HQ, G, D, DV, BD, BDV, PAGE, BN, STAGES,
                        HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
-            (produce, (k_desc, k_buf, k_full, k_empty, ENTRIES, TABLES, first, last, stride_table, window, BLOCK_SIZE,
-                       PAGE, BN, BD, STAGES, WINDOW)),
-            (produce, (v_desc, v_buf, v_full, v_empty, ENTRIES, TABLES, first, last, stride_table, window, BLOCK_SIZE,
-                       PAGE, BN, BDV, STAGES, WINDOW)),
+            (produce, (k_desc, k_buf, k_full, empty, ENTRIES, TABLES, first, last, stride_table, window, BLOCK_SIZE,
+                       PAGE, PAGE, BN, BD, BOX, STAGES, WINDOW, True, 0)),
+            (produce, (v_desc, v_buf, v_full, empty, ENTRIES, TABLES, first, last, stride_table, window, BLOCK_SIZE,
+                       PAGE, PAGE, BN, BDV, BOX, STAGES, WINDOW, True, 1)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -37,13 +37,43 @@ def sum_in_thread(p, BN: gl.constexpr):
     return gl.sum(gl.sum(p.reshape([ROWS, BN // 8, 4, 2]), 3), 1)
 
 
+@gluon.constexpr_function
+def rescale_asm(count):
+    """Return assembly that multiplies `count` values by factors, skipped where all factors of the warp are 1."""
+    tests = "".join(f"setp.ne.or.f32 p, ${2 * count + i}, 0f3F800000, p;" for i in (0, 2))
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return (
+        f"{{ .reg .pred p; setp.ne.u32 p, 0, 0; {tests} vote.sync.any.pred p, p, -1; @!p bra SKIP; {products} SKIP: }}"
+    )
+
+
+@gluon.constexpr_function
+def rescale_constraints(count):
+    """Return the operands of `rescale_asm`: results, which are the values, and factors."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def rescale(acc, shrink, COLUMNS: gl.constexpr):
+    """Return acc * shrink; a warp whose rows all keep their maximum skips the products."""
+    count: gl.constexpr = ROWS * COLUMNS // 128
+    return gl.inline_asm_elementwise(
+        rescale_asm(count), rescale_constraints(count), [acc, shrink[:, None]], dtype=gl.float32, is_pure=True,
+        pack=count,
+    )  # fmt: skip
+
+
 @gluon.jit
 def soften(s, top, total, qk_scale, BN: gl.constexpr, MASKED: gl.constexpr, CAP: gl.constexpr):
     """Fold one tile into the online softmax: return probabilities, maximum, partial denominators and shrink factor."""
     scale = qk_scale
     if CAP:
         scale = LOG2E
-    new_top = gl.maximum(top, gl.max(s, 1) * scale)
+    new_top = gl.max(s, 1) * scale
+    if not MASKED:
+        new_top = gl.where(new_top > top + 8.0, new_top, top)
+    else:
+        new_top = gl.maximum(top, new_top)
     base = new_top
     if MASKED:
         base = gl.where(new_top == NEG_INF, 0.0, new_top)

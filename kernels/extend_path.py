@@ -19,11 +19,13 @@ from radixpool.kernels.extend_plan import (
     ExtendSchedule,
     copies_in_bulk,
     extend_config,
+    fp8_config,
     schedule_extend,
+    turned_chunks,
     wide_blocks,
 )
 from radixpool.kernels.plan import ForestPlan
-from radixpool.kernels.spec import AttentionSpec
+from radixpool.kernels.spec import AttentionSpec, Precision
 
 
 class FastExtend:
@@ -35,6 +37,7 @@ class FastExtend:
         self.spec, self.on_device, self.config, self.launcher = spec, on_device, config, launcher
         self.schedule = launcher.upload(schedule, torch.device(spec.device))
         self.widening: Any = None
+        self.turning: Any = None
 
     def can_read(self, k_pool: Tensor, v_pool: Tensor) -> bool:
         """Return whether the bulk copy engine can read these pools, or copies of their blocks."""
@@ -43,11 +46,15 @@ class FastExtend:
     def launch(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, **arguments: Any) -> None:
         """Launch the tall tiles; `arguments` as in `launch_extend`."""
         tables = self.on_device.tables
-        if self.widening is not None:
+        places: tuple[Tensor, ...] = ()
+        if self.turning is not None:
+            v_pool, places = self.turning.values(v_pool, tables), (self.turning.runs, self.turning.places)
+        elif self.widening is not None:
             k_pool, v_pool = self.widening.copy(k_pool, v_pool)
             tables = self.widening.tables
         self.launcher.launch_extend(
-            q, k_pool, v_pool, self.schedule, spec=self.spec, config=self.config, tables=tables,
+            q, k_pool, v_pool, self.schedule, spec=self.spec, config=self.config,
+            precision="full" if self.turning is None else "fp8", places=places, tables=tables,
             part=self.on_device.part, part_lse=self.on_device.part_lse, **arguments,
         )  # fmt: skip
 
@@ -60,7 +67,7 @@ def gluon_launcher() -> Any | None:
         return None
 
 
-def config_of(plan: ForestPlan) -> ExtendConfig | None:
+def config_of(plan: ForestPlan, precision: Precision) -> ExtendConfig | None:
     """Return the configuration if this plan has tall tiles that the fast kernel runs, else None.
 
     Decode keeps the plain kernel: its tall tiles (shared prefixes) leave room on each SM for the narrow ones beside
@@ -70,23 +77,29 @@ def config_of(plan: ForestPlan) -> ExtendConfig | None:
     on_device = plan.device_plan
     if on_device is None or plan.capacity is not None or FAST_ROWS not in on_device.heights:
         return None
-    if plan.query_lens.max() <= DECODE_QUERY_TOKENS:
+    if plan.query_lens.max() <= DECODE_QUERY_TOKENS or torch.device(plan.spec.device).type != "cuda":
         return None
-    return extend_config(plan.spec, plan.device.arch) if torch.device(plan.spec.device).type == "cuda" else None
+    choose = fp8_config if precision == "fp8" else extend_config
+    return choose(plan.spec, plan.device.arch)
 
 
-def build(plan: ForestPlan) -> FastExtend | None:
+def build(plan: ForestPlan, precision: Precision) -> FastExtend | None:
     """Return the fast path of a plan, its schedule on the device; None where the plain kernel runs the tall tiles."""
-    config = config_of(plan)
+    config = config_of(plan, precision)
     launcher = gluon_launcher() if config is not None else None
     if config is None or launcher is None:
         return None
     assert plan.forest is not None and plan.device_plan is not None
-    schedule = schedule_extend(plan.forest, plan.seq_lens, plan.spec, plan.device.num_sms)
+    schedule = schedule_extend(plan.forest, plan.seq_lens, plan.spec, plan.forest.tall_sms)
     if schedule is None:
         return None
     fast = FastExtend(plan.spec, plan.device_plan, config, schedule, launcher)
-    if config.widen:
+    if precision == "fp8":
+        turned = turned_chunks(schedule, plan.block_tables, plan.spec)
+        if turned is None:
+            return None
+        fast.turning = importlib.import_module("radixpool.kernels.extend_turn").Turning(turned, plan.spec)
+    elif config.widen:
         wide = wide_blocks(schedule, plan.block_tables, plan.spec)
         if wide is None:
             return None
@@ -94,11 +107,13 @@ def build(plan: ForestPlan) -> FastExtend | None:
     return fast
 
 
-def fast_extend(plan: ForestPlan, k_pool: Tensor, v_pool: Tensor) -> FastExtend | None:
+def fast_extend(plan: ForestPlan, k_pool: Tensor, v_pool: Tensor, precision: Precision) -> FastExtend | None:
     """Return the fast path for this plan and these pools, or None: then the plain kernel runs the tall tiles too."""
-    if plan.fast is None:
-        plan.fast = build(plan) or False
-    if plan.fast is False or not plan.fast.can_read(k_pool, v_pool):
+    if plan.fast is False:
         return None
-    fast: FastExtend = plan.fast
-    return fast
+    if plan.fast is None:
+        plan.fast = {}
+    if precision not in plan.fast:
+        plan.fast[precision] = build(plan, precision)
+    fast: FastExtend | None = plan.fast[precision]
+    return fast if fast is not None and fast.can_read(k_pool, v_pool) else None

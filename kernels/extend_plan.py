@@ -25,16 +25,18 @@ FAST_ROWS = 128  # two consumers of 64 rows
 ENTRY = 8  # int32 fields: row start, rows, table, begin, end, first part (-1: writes the output), KV head, shortest row
 MIN_PAGE, MAX_PAGE = 8, 64  # tokens of one bulk copy: at least one swizzle atom; 64 divides where items may begin
 BOX_COLUMNS = 64
+FP8_BOX_COLUMNS = 128
 L2_BYTES = 20 * 1024 * 1024  # KV that tiles in flight should share: less than half of Hopper's L2
 TILE_OVERHEAD_TOKENS = 160  # prologue and epilogue of one tile, in tokens
 EPILOGUE_BYTES = 20 * 1024
 MIN_TILES_PER_WIDE_BLOCK = 3  # a widened block must be read by so many tiles: two pay for the copy
 MAX_WIDE_BYTES = 2**30
+TURN_TOKENS = 128  # tokens of one chunk of turned values: a row of it is one swizzle row
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendConfig:
-    """How the fast kernel runs: `page` tokens a copy, `block_n` tokens a step, `num_stages` steps in shared memory.
+    """How a fast kernel runs: `page` tokens a copy, `block_n` tokens a step, `num_stages` steps in shared memory.
 
     `widen`: the pool is fp8 and its blocks are first copied to the dtype of Q.
     """
@@ -78,6 +80,20 @@ def extend_config(spec: AttentionSpec, arch: int) -> ExtendConfig | None:
     step = block_n * (block_d + block_dv) * 2
     room = SHARED_MEMORY_BYTES[90] - FAST_ROWS * block_d * 2 - EPILOGUE_BYTES
     return ExtendConfig(page, block_d, block_dv, block_n, min(4, room // step), widen)
+
+
+def fp8_config(spec: AttentionSpec, arch: int) -> ExtendConfig | None:
+    """Return how the fast kernel multiplies `spec` in fp8 on `arch`, or None where only the plain one can.
+
+    Wider heads than 128 would need the registers of two outputs.
+    """
+    page = page_tokens(spec.block_size)
+    dims = (spec.head_dim, spec.v_head_dim)
+    known = spec.q_dtype in (torch.bfloat16, torch.float16) and spec.kv_dtype == torch.float8_e4m3fn
+    if arch != 90 or not known or page < MIN_PAGE or any(not BOX_COLUMNS <= d <= 128 or d % 16 for d in dims):
+        return None
+    block_d, block_dv = (padded_columns(d) for d in dims)
+    return ExtendConfig(page, block_d, block_dv, block_n=128, num_stages=4)
 
 
 def plain_only(*, token_scales: bool, tree: bool, alibi: bool) -> bool:
@@ -205,3 +221,45 @@ def wide_blocks(schedule: ExtendSchedule, tables: Array, spec: AttentionSpec) ->
     local = np.zeros_like(tables)
     local[mask] = copy
     return WideBlocks(blocks.astype(np.int32), local)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedChunks:
+    """Chunks of `TURN_TOKENS` tokens whose values are laid out anew, each once, and where entries find them.
+
+    `chunks` `[n, 4]`: table, first token, end of its valid tokens, 0. An entry's tile `i` counted from its first token
+    has the values of chunk `places[runs[entry] + i]`.
+    """
+
+    chunks: Array
+    places: Array
+    runs: Array
+
+
+def turned_chunks(schedule: ExtendSchedule, tables: Array, spec: AttentionSpec) -> TurnedChunks | None:
+    """Return which values to turn, or None where that takes too much memory; it pays even for one tile.
+
+    Entries of one table that begin at one token share a run of chunks; equal chunks of several runs (shared prefixes
+    that the plan did not pack) are turned once. O(tables + entries log entries).
+    """
+    entries = schedule.entries.astype(np.int64)
+    runs, of_entry = np.unique(entries[:, (2, 3)], axis=0, return_inverse=True)
+    of_entry = of_entry.reshape(-1)
+    end = np.zeros(len(runs), np.int64)
+    np.maximum.at(end, of_entry, entries[:, 4])
+    count = -(-(end - runs[:, 1]) // TURN_TOKENS)
+    before = np.cumsum(count) - count
+    run = np.repeat(np.arange(len(runs)), count)
+    first = runs[run, 1] + (np.arange(len(run)) - before[run]) * TURN_TOKENS
+    table, stop = runs[run, 0], np.minimum(end[run], first + TURN_TOKENS)
+    block = first[:, None] // spec.block_size + np.arange(-(-(TURN_TOKENS - 1) // spec.block_size) + 1)
+    used = block * spec.block_size < stop[:, None]
+    ids = np.where(used, tables[table[:, None], np.where(used, block, 0)], -1)
+    content = np.column_stack([ids, first % spec.block_size, stop - first]).astype(np.int64)
+    _, chosen, places = np.unique(content, axis=0, return_index=True, return_inverse=True)
+    if len(chosen) * TURN_TOKENS * spec.num_kv_heads * spec.v_head_dim > MAX_WIDE_BYTES:
+        return None
+    chunks = np.column_stack([table, first, stop, np.zeros_like(stop)])[chosen]
+    return TurnedChunks(
+        chunks.astype(np.int32), places.reshape(-1).astype(np.int32), before[of_entry].astype(np.int32)
+    )  # fmt: skip

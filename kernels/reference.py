@@ -11,7 +11,10 @@ import math
 import torch
 from torch import Tensor
 
+from radixpool.kernels.spec import Precision
 from radixpool.kernels.tree_mask import TreeMask
+
+FP8_MAX, FP8_WEIGHT = 448.0, 256.0
 
 
 def dequantised(x: Tensor, scale: float | Tensor | None, blocks: Tensor) -> Tensor:
@@ -32,14 +35,23 @@ def gather_sequence(pool: Tensor, table: Tensor, num_tokens: int, scale: float |
     return y.reshape(-1, pool.shape[1], pool.shape[3])[:num_tokens]
 
 
+def rounded(x: Tensor, scale: Tensor | float) -> Tensor:
+    """Return `x` as e4m3 of `x / scale` would hold it, in float64."""
+    return (x.float() / scale).to(torch.float8_e4m3fn).double() * scale
+
+
 def attend_row(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, soft_cap: float = 0.0, sinks: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, precision: Precision = "full",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend one query row `[Hq, D]` to `k`, `v` `[n, kv_heads, D]`; return `[Hq, Dv]` and its LSE `[Hq]`.
 
-    `bias` `[Hq, n]` is added to the scores, after the cap.
+    `bias` `[Hq, n]` is added to the scores, after the cap. "fp8" rounds the query and 256 times the weights relative
+    to the largest to e4m3. Kernels do so relative to the largest so far: the same within one tile of keys.
     """
+    if precision == "fp8":
+        top = q.float().abs().amax(1, keepdim=True)
+        q = rounded(q, torch.where(top > 0, top / FP8_MAX, 1.0))
     group = q.shape[0] // k.shape[1]
     kk, vv = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("hd,nhd->hn", q.double(), kk) * scale
@@ -50,6 +62,8 @@ def attend_row(
     extra = torch.full((q.shape[0], 1), -math.inf, dtype=torch.float64) if sinks is None else sinks.double()[:, None]
     lse = torch.logsumexp(torch.cat([scores, extra], 1), 1)
     weights = torch.exp(scores - lse[:, None]) if k.shape[0] else scores
+    if precision == "fp8" and k.shape[0]:
+        weights = rounded(weights, weights.amax(1, keepdim=True).float() / FP8_WEIGHT)
     return torch.einsum("hn,nhd->hd", weights, vv), lse
 
 
@@ -63,6 +77,7 @@ def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, block_tables: Tensor, seq_lens: Tensor, query_lens: Tensor, *,
     scale: float, tree: TreeMask | None = None, window: int = 0, soft_cap: float = 0.0, sinks: Tensor | None = None,
     k_scale: float | Tensor | None = None, v_scale: float | Tensor | None = None, alibi_slopes: Tensor | None = None,
+    precision: Precision = "full",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal ragged attention over the pool: the result of `extend` and `attend`, in float64."""
     outs, lses, row = [], [], 0
@@ -77,7 +92,7 @@ def attention(
                 seen = tree_positions(int(tree.nodes[row]), seq_len - query_len, limit, window)
             bias = None if alibi_slopes is None else alibi_slopes.double()[:, None] * (seen - (limit - 1))
             o, lse = attend_row(
-                q[row], k[seen], v[seen], scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias
+                q[row], k[seen], v[seen], scale=scale, soft_cap=soft_cap, sinks=sinks, bias=bias, precision=precision
             )  # fmt: skip
             outs.append(o)
             lses.append(lse)

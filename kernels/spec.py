@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 Backend = Literal["torch", "triton"]
+Precision = Literal["full", "fp8"]
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP_SIZE = 128

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
+from radixpool.kernels.spec import Precision
 from radixpool.kernels.tree_mask import MAX_TREE_NODES, TreeMask
 
 FP8_MAX = 448.0
@@ -116,8 +117,12 @@ def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float, window: int, soft_cap: float,
     sinks: Tensor | None, k_scale: float | Tensor | None, v_scale: float | Tensor | None, out: Tensor,
     lse: Tensor | None, kind: object = None, tree: TreeMask | None = None, alibi_slopes: Tensor | None = None,
+    precision: Precision = "full",
 ) -> None:  # fmt: skip
-    """Write causal attention of the planned batch to `out` (and `lse`). O(sum of query_len * seq_len)."""
+    """Write causal attention of the planned batch to `out` (and `lse`). O(sum of query_len * seq_len).
+
+    Computes in float32 whatever `precision` allows.
+    """
     for i, blocks_needed in enumerate(plan.blocks_needed.tolist()):
         start, end, seq_len = int(plan.query_starts[i]), int(plan.query_starts[i + 1]), int(plan.seq_lens[i])
         if start == end:

@@ -22,10 +22,10 @@ from radixpool.kernels.device_copy import merge_finished, move_blocks, rotate_ro
 from radixpool.kernels.device_merge import merge_partials
 from radixpool.kernels.extend_path import fast_extend
 from radixpool.kernels.extend_plan import FAST_ROWS, plain_only
-from radixpool.kernels.launch import MergeConfig, TileConfig, next_power_of_two, uses_pairs
+from radixpool.kernels.launch import TALL_ROWS, MergeConfig, TileConfig, next_power_of_two, uses_pairs
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
-from radixpool.kernels.spec import AttentionSpec
+from radixpool.kernels.spec import AttentionSpec, Precision
 from radixpool.kernels.tree_mask import TreeMask
 from radixpool.kernels.variant import INTERPRETED, KernelVariant, Launch
 
@@ -71,6 +71,7 @@ class Features:
     lse: bool = False
     tree: bool = False
     alibi: bool = False
+    fp8: bool = False
     same_strides: bool = True
     pdl: bool = False
 
@@ -90,7 +91,7 @@ def attend_variant(
         "BM": tile_rows, "BN": config.block_n, "STAGES": config.num_stages, "TILE_DTYPE": TRITON_DTYPES[tile_dtype],
         "PAIRS": pairs, "HEAD_SCALES": features.head_scales, "TOKEN_SCALES": features.token_scales,
         "CAP": features.cap, "ALIBI": features.alibi, "WINDOW": features.window, "HAS_SINKS": features.sinks,
-        "HAS_LSE": features.lse, "TREE": features.tree,
+        "HAS_LSE": features.lse, "TREE": features.tree, "FP8": features.fp8 and tile_rows >= TALL_ROWS,
         "SPLIT": config.split and not (features.window or features.token_scales or features.tree),
         "SAME_STRIDES": features.same_strides, "PDL": features.pdl,
     }  # fmt: skip
@@ -179,7 +180,7 @@ class BoundCall:
 def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, *, scale: float, window: int, soft_cap: float,
     sinks: Tensor | None, k_scale: Scale, v_scale: Scale, out: Tensor, lse: Tensor | None, kind: tuple[Any, ...],
-    tree: TreeMask | None = None, alibi_slopes: Tensor | None = None,
+    tree: TreeMask | None = None, alibi_slopes: Tensor | None = None, precision: Precision = "full",
 ) -> None:  # fmt: skip
     """Launch attention for a planned batch; writes all of `out` and `lse`. Calls of one `kind` share their binding."""
     on_device = plan.device_plan
@@ -189,12 +190,13 @@ def attention(
             attention(
                 q, k_pool, v_pool, plan, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, k_scale=k_scale,
                 v_scale=v_scale, out=out, lse=lse, kind=kind, tree=tree, alibi_slopes=alibi_slopes,
+                precision=precision,
             )  # fmt: skip
         return
     k_number, v_number, k_tensor, v_tensor = split_scales(k_scale, v_scale)
     token_scales = k_tensor is not None and k_tensor.ndim == 3
     plain = plain_only(token_scales=token_scales, tree=tree is not None, alibi=alibi_slopes is not None)
-    fast = None if plain else fast_extend(plan, k_pool, v_pool)
+    fast = None if plain else fast_extend(plan, k_pool, v_pool, precision)
     if fast is not None:
         fast.launch(
             q, k_pool, v_pool, out=out, lse=lse, scale=scale * k_number, v_factor=v_number, soft_cap=soft_cap,
@@ -218,7 +220,8 @@ def attention(
     features = Features(
         head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
         window=window > 0, sinks=sinks is not None, lse=lse is not None, tree=tree is not None,
-        alibi=alibi_slopes is not None, same_strides=k_pool.stride() == v_pool.stride(), pdl=on_device.device.pdl,
+        alibi=alibi_slopes is not None, fp8=precision == "fp8",
+        same_strides=k_pool.stride() == v_pool.stride(), pdl=on_device.device.pdl,
     )  # fmt: skip
     bound = BoundCall(plan, features, tensors, fast_rows=FAST_ROWS if fast else 0)
     bound.first(tensors, numbers, key)

@@ -10,7 +10,7 @@ from radixpool.kernels.extend_plan import ExtendConfig
 
 CONFIG = ExtendConfig(page=16, block_d=64, block_dv=64, block_n=128, num_stages=2)
 ARGUMENTS = {"scale", "v_factor", "soft_cap", "window", "sinks", "k_scale", "v_scale", "out", "lse", "tables", "part",
-             "part_lse", "spec", "config"}  # fmt: skip
+             "part_lse", "spec", "config", "precision", "places"}  # fmt: skip
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def launches(monkeypatch):
         upload=lambda schedule, device: schedule,
         launch_extend=lambda q, k, v, schedule, **arguments: made.append((k, v, schedule, arguments)),
     )
-    monkeypatch.setattr(extend_path, "config_of", lambda plan: CONFIG)
+    monkeypatch.setattr(extend_path, "config_of", lambda plan, precision: CONFIG)
     monkeypatch.setattr(extend_path, "gluon_launcher", lambda: recorder)
     return made
 
@@ -59,7 +59,7 @@ def test_the_schedule_is_made_once_for_all_layers_and_again_after_an_update(make
 
 def test_fp8_pools_are_widened_first(make_batch, launches, monkeypatch):
     wide = ExtendConfig(**{n: getattr(CONFIG, n) for n in CONFIG.__slots__ if n != "widen"}, widen=True)
-    monkeypatch.setattr(extend_path, "config_of", lambda plan: wide)
+    monkeypatch.setattr(extend_path, "config_of", lambda plan, precision: wide)
     batch = mixed(make_batch, kv_dtype=torch.float8_e4m3fn)
     batch.run()
     ((k, v, schedule, arguments),) = launches
@@ -92,4 +92,4 @@ def test_plans_that_never_take_it(make_batch):
     captured = mixed(make_batch)
     capacity = PlanCapacity(max_seqs=2, max_blocks=captured.tables.shape[1], max_rows=151)
     for plan in (decode.plan(), captured.plan(capacity=capacity)):
-        assert extend_path.config_of(plan) is None
+        assert extend_path.config_of(plan, "full") is None and extend_path.config_of(plan, "fp8") is None

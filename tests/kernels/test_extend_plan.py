@@ -6,14 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixpool.kernels import AttentionSpec
+from radixpool.kernels import AttentionSpec, extend_plan
 from radixpool.kernels.extend_plan import (
     FAST_ROWS,
+    TURN_TOKENS,
     copies_in_bulk,
     deal,
     extend_config,
+    fp8_config,
     page_tokens,
     schedule_extend,
+    turned_chunks,
     wide_blocks,
 )
 from radixpool.kernels.forest import build_forest
@@ -169,3 +172,68 @@ def test_widened_blocks_are_the_ones_in_use_each_once():
 def test_widening_must_pay():
     assert widened([8192], [40])[0] is None
     assert widened([8192], [512])[0] is not None
+
+
+def turned(lens, new, *, shared_blocks=0, block_size=16):
+    spec = spec_of(kv_dtype=torch.float8_e4m3fn, block_size=block_size)
+    forest, lens = cut(spec, lens, new, shared_blocks=shared_blocks)
+    width = -(-int(lens.max()) // block_size)
+    tables = np.random.default_rng(0).permutation(len(lens) * width).astype(np.int32).reshape(len(lens), width)
+    tables[:, :shared_blocks] = tables[0, :shared_blocks]
+    schedule = schedule_extend(forest, lens, spec, 132)
+    return turned_chunks(schedule, tables, spec), schedule, tables
+
+
+@given(
+    batch=st.lists(st.tuples(st.integers(0, 900), st.integers(64, 500)), min_size=1, max_size=5),
+    shared=st.integers(0, 3), block_size=st.sampled_from([8, 16, 24, 64]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_every_tile_finds_its_own_values(batch, shared, block_size):
+    lens, new = [cached + n for cached, n in batch], [n for _, n in batch]
+    chunks, schedule, tables = turned(lens, new, shared_blocks=min(shared, min(lens) // block_size),
+                                      block_size=block_size)  # fmt: skip
+    for run, (_, _, table, begin, end, *_) in zip(chunks.runs, schedule.entries.tolist(), strict=True):
+        for i, first in enumerate(range(begin, end, TURN_TOKENS)):
+            source, start, stop, _ = chunks.chunks[chunks.places[run + i]].tolist()
+            count = min(end, first + TURN_TOKENS) - first
+            assert stop - start >= count and (start - first) % block_size == 0
+            mine = [tables[table, t // block_size] for t in range(first, first + count)]
+            assert mine == [tables[source, t // block_size] for t in range(start, start + count)]
+
+
+def test_a_shared_prefix_is_turned_once_even_where_it_is_not_packed():
+    chunks, schedule, _ = turned([8192 + 128] * 8, [128] * 8, shared_blocks=512)
+    assert len(np.unique(schedule.entries[:, 2])) == 8  # packing saves no tile here
+    assert len(chunks.chunks) == 8192 // TURN_TOKENS + 8
+
+
+def test_turning_takes_at_most_a_gibibyte(monkeypatch):
+    assert turned([8192], [512])[0] is not None
+    monkeypatch.setattr(extend_plan, "MAX_WIDE_BYTES", 8192 * 8 * 128 - 1)
+    assert turned([8192], [512])[0] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "arch", "taken"),
+    [
+        ({}, 90, True),
+        ({"q_dtype": torch.float16}, 90, True),
+        ({"head_dim": 64}, 90, True),
+        ({"head_dim": 96}, 90, True),
+        ({"head_dim": 128, "v_head_dim": 64}, 90, True),
+        ({"block_size": 8}, 90, True),
+        ({"head_dim": 256}, 90, False),
+        ({"head_dim": 104}, 90, False),
+        ({"block_size": 4}, 90, False),
+        ({"kv_dtype": torch.bfloat16}, 90, False),
+        ({"q_dtype": torch.float32}, 90, False),
+        ({}, 89, False),
+        ({}, 100, False),
+    ],
+    ids=str,
+)
+def test_who_multiplies_in_fp8_on_the_fast_path(changes, arch, taken):
+    config = fp8_config(spec_of(**{"kv_dtype": torch.float8_e4m3fn} | changes), arch)
+    assert (config is not None) == taken
+    assert config is None or config.block_n == TURN_TOKENS

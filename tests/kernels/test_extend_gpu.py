@@ -1,0 +1,189 @@
+"""The fast extend kernels on a GPU: random ragged batches of every shape, dtype and mask against float64.
+
+Every slot that no length covers is NaN. The float64 oracle here works on whole sequences, on the device; it is checked
+against `radixpool.kernels.reference` without a GPU too.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from radixpool.kernels import TreeMask, reference
+
+CUDA = torch.cuda.is_available()
+FP8 = torch.float8_e4m3fn
+gpu = pytest.mark.gpu
+many = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+SEQUENCE = st.tuples(st.integers(0, 1500), st.one_of(st.integers(0, 600), st.integers(0, 3)))
+MASKS = st.fixed_dictionaries(
+    {},
+    optional={
+        "window": st.integers(1, 900), "soft_cap": st.floats(0.5, 30.0), "sinks": st.just(True),
+        "scale": st.floats(0.02, 0.3),
+    },
+)  # fmt: skip
+SHAPE = st.fixed_dictionaries({
+    "heads": st.sampled_from([(32, 8), (8, 1), (9, 3), (4, 4)]), "head_dim": st.sampled_from([64, 96, 128, 256]),
+    "block_size": st.sampled_from([8, 16, 24, 64]), "layout": st.sampled_from(["HND", "NHD", "half"]),
+    "seed": st.integers(0, 99),
+})  # fmt: skip
+
+
+def sequence_scores(batch, i, options):
+    """Return masked float64 scores `[Hq, new, len]` of sequence `i`."""
+    new, length, device = batch.new[i], batch.lens[i], batch.q.device
+    start = sum(batch.new[:i])
+    q = batch.q[start : start + new].double().transpose(0, 1)
+    k = gathered(batch, batch.k_pool, i, options.get("k_scale")).repeat_interleave(batch.spec.group_size, 0)
+    scores = q @ k.transpose(1, 2) * options.get("scale", batch.head_dim**-0.5)
+    if options.get("soft_cap"):
+        scores = options["soft_cap"] * torch.tanh(scores / options["soft_cap"])
+    limit = torch.arange(length - new + 1, length + 1, device=device)[:, None]
+    key = torch.arange(length, device=device)[None]
+    seen = key < limit
+    if "tree" in options:
+        bits = options["tree"].bits()[start : start + new, :new]
+        seen = torch.cat([torch.ones(new, length - new, dtype=torch.bool, device=device), bits], 1)
+    if options.get("window"):
+        seen &= key >= limit - options["window"]
+    return scores.masked_fill(~seen, -math.inf)
+
+
+def gathered(batch, pool, i, scale):
+    """Return K or V of sequence `i`, `[kv_heads, len, D]` float64."""
+    blocks = batch.tables[i, : -(-batch.lens[i] // batch.block_size)].long().to(pool.device)
+    raw = pool.view(torch.uint8)[blocks].view(FP8) if pool.dtype == FP8 else pool[blocks]
+    x = raw.double().transpose(0, 1).flatten(1, 2)[:, : batch.lens[i]]
+    return x if scale is None else x * torch.as_tensor(scale, device=x.device).double().reshape(-1, 1, 1)
+
+
+def oracle(batch, **options):
+    """Return float64 output `[rows, Hq, Dv]` and LSE `[rows, Hq]`."""
+    outs, lses = [], []
+    for i, new in enumerate(batch.new):
+        if not new:
+            continue
+        scores = sequence_scores(batch, i, options)
+        sink = options.get("sinks")
+        column = torch.full((*scores.shape[:2], 1), -math.inf, dtype=torch.float64, device=scores.device)
+        if sink is not None:
+            column[:] = sink.double()[:, None, None]
+        lse = torch.logsumexp(torch.cat([scores, column], 2), 2)
+        weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
+        v = gathered(batch, batch.v_pool, i, options.get("v_scale")).repeat_interleave(batch.spec.group_size, 0)
+        outs.append((weights @ v).transpose(0, 1))
+        lses.append(lse.transpose(0, 1))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def check(batch, *, limit, lse_limit=5e-3, **options):
+    """Run into NaN and compare by row: error over the norm of the largest rows, LSE absolutely."""
+    plan = batch.plan()
+    out, lse = batch.run(plan, **options)
+    want, want_lse = oracle(batch, **{k: v for k, v in options.items() if k != "precision"})
+    assert out.isfinite().all()
+    error = (out.double() - want).norm(dim=2) / want.norm(dim=2).clamp_min(0.05 * math.sqrt(want.shape[2]))
+    assert error.max() < limit
+    torch.testing.assert_close(lse.double(), want_lse, atol=lse_limit, rtol=lse_limit)
+    return plan
+
+
+def test_the_oracle_is_the_reference(make_batch):
+    batch = make_batch(heads=(4, 2), lens=(70, 9, 5), new=(20, 9, 0), backend="torch")
+    options = {"window": 30, "soft_cap": 4.0, "sinks": torch.linspace(-1, 1, 4, device=batch.q.device), "scale": 0.3}
+    for chosen in ({}, options):
+        got, want = oracle(batch, **chosen), batch.reference(**chosen)
+        for ours, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs, atol=1e-9, rtol=1e-9)
+    trees = make_batch(heads=(4, 2), lens=(40, 21), new=(6, 3), backend="torch")
+    tree = TreeMask.from_parents([[-1, 0, 0, 1, -1, 4], [-1, 0, 0]], device=trees.q.device)
+    got = oracle(trees, tree=tree)[0].cpu()
+    host = reference.attention(
+        trees.q.cpu(), trees.k_pool.cpu(), trees.v_pool.cpu(), trees.tables, torch.tensor(trees.lens),
+        trees.query_lens, scale=trees.head_dim**-0.5, tree=TreeMask(tree.nodes.cpu()),
+    )  # fmt: skip
+    torch.testing.assert_close(got, host[0], atol=1e-9, rtol=1e-9)
+
+
+def make(make_batch, sequences, shape, share, **changes):
+    lens, new = tuple(c + n for c, n in sequences), tuple(n for _, n in sequences)
+    assume(max(new) * shape["heads"][0] // shape["heads"][1] > 64)  # otherwise no tall tile
+    shared = min(lens) // shape["block_size"] if share else 0
+    sharers = [(list(range(len(lens))), shared)] if shared and len(lens) > 1 else []
+    return make_batch(lens=lens, new=new, shared=sharers, **shape, **changes)
+
+
+def with_sinks(masks, batch):
+    heads = batch.heads[0]
+    return {**masks, **({"sinks": torch.linspace(-2, 2, heads, device="cuda")} if "sinks" in masks else {})}
+
+
+def took_fast_path(plan, precision="full"):
+    return bool(plan.fast) and plan.fast[precision] is not None
+
+
+@gpu
+@given(st.lists(SEQUENCE, min_size=1, max_size=5), SHAPE, MASKS, st.booleans(),
+       st.sampled_from([torch.bfloat16, torch.float16]))  # fmt: skip
+@many
+def test_ragged_batches(make_batch, sequences, shape, masks, share, dtype):
+    batch = make(make_batch, sequences, shape, share, kv_dtype=dtype)
+    plan = check(batch, limit=2e-2, **with_sinks(masks, batch))
+    tall = 128 in plan.device_plan.heights and max(batch.new) > 8
+    assert took_fast_path(plan) == tall
+
+
+@gpu
+@given(st.lists(SEQUENCE, min_size=1, max_size=4), SHAPE, MASKS, st.booleans(), st.booleans(),
+       st.sampled_from([torch.bfloat16, torch.float16]), st.sampled_from(["full", "fp8"]))  # fmt: skip
+@many
+def test_fp8_pools(make_batch, sequences, shape, masks, share, scaled, dtype, precision):
+    batch = make(make_batch, sequences, shape, share, kv_dtype=FP8, q_dtype=dtype)
+    options = with_sinks(masks, batch)
+    if scaled:
+        by_head = torch.linspace(0.5, 2, batch.heads[1], device="cuda")
+        options |= {"k_scale": by_head, "v_scale": by_head.flip(0).contiguous()}
+    rounded = precision == "fp8"
+    check(batch, limit=0.3 if rounded else 2e-2, lse_limit=0.2 if rounded else 5e-3, precision=precision, **options)
+
+
+@gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_fp8_products_take_the_fast_kernel(make_batch, head_dim, block_size):
+    batch = make_batch(heads=(32, 8), head_dim=head_dim, block_size=block_size, lens=(1700, 2100), new=(600, 900),
+                       kv_dtype=FP8, q_dtype=torch.bfloat16)  # fmt: skip
+    plan = check(batch, limit=0.3, lse_limit=0.2, precision="fp8")
+    assert took_fast_path(plan, "fp8")
+    want = oracle(batch)[0]
+    out = batch.run(plan, precision="fp8")[0]
+    assert (out.double() - want).norm() / want.norm() < 4.5e-2
+
+
+@gpu
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 64)), min_size=1, max_size=12), st.booleans(),
+       st.sampled_from([torch.bfloat16, torch.float16, FP8]), st.randoms(use_true_random=False))  # fmt: skip
+@many
+def test_draft_trees(make_batch, sequences, share, dtype, random):
+    lens, new = tuple(c + n for c, n in sequences), tuple(n for _, n in sequences)
+    shared = min(c for c, _ in sequences) // 16 if share and len(lens) > 1 else 0
+    batch = make_batch(heads=(8, 2), head_dim=128, lens=lens, new=new, kv_dtype=dtype,
+                       shared=[(list(range(len(lens))), shared)] if shared else [])  # fmt: skip
+    parents = [[random.randint(-1, j - 1) for j in range(n)] for n in new]
+    check(batch, limit=2e-2, tree=TreeMask.from_parents(parents, device="cuda"))
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["full", "fp8"])
+def test_the_same_call_gives_the_same_bits(make_batch, precision):
+    batch = make_batch(heads=(32, 8), head_dim=128, lens=(3000, 1111), new=(900, 1111), kv_dtype=FP8,
+                       q_dtype=torch.bfloat16)  # fmt: skip
+    plan = batch.plan()
+    first = batch.run(plan, precision=precision)
+    for _ in range(20):
+        again = batch.run(plan, precision=precision)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])

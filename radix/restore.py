@@ -119,15 +119,14 @@ class RestorePlan:
 def _cut(rows: npt.NDArray[Any], starts: _Ints, stops: _Ints) -> list[bytes]:
     """Return the bytes of each stretch of `rows` from one of `starts` to one of `stops`, which follow one another."""
     whole = _whole_rows(rows)
-    is_short = stops - starts == 1  # one row each, which numpy cuts in half the time
-    if is_short.all():
-        return whole.tolist()  # type: ignore[no-any-return]  # items without fields become bytes
-    cut = np.empty(starts.size, dtype=object)
-    cut[is_short] = whole[starts[is_short]].tolist()
     row_bytes, flat = whole.itemsize, whole.view(np.uint8).data
-    longer = zip((starts[~is_short] * row_bytes).tolist(), (stops[~is_short] * row_bytes).tolist(), strict=True)
-    cut[~is_short] = [bytes(flat[start:stop]) for start, stop in longer]
-    pieces: list[bytes] = cut.tolist()
+    if 2 * starts.size < whole.size:
+        bounds = zip((starts * row_bytes).tolist(), (stops * row_bytes).tolist(), strict=True)
+        return [bytes(flat[start:stop]) for start, stop in bounds]
+    # Most are one row long: numpy cuts every row in less time than Python every stretch.
+    pieces = list(map(whole.tolist().__getitem__, starts.tolist()))
+    for i in np.flatnonzero(stops - starts > 1).tolist():
+        pieces[i] = bytes(flat[int(starts[i]) * row_bytes : int(stops[i]) * row_bytes])
     return pieces
 
 
@@ -206,7 +205,8 @@ def _mixed(loose: LooseBlocks, index: _Ints, tokens: npt.NDArray[np.uint32]) -> 
 def _occur_twice(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
     """Tell of each value whether it occurs more than once."""
     ordered = np.sort(values)
-    return np.isin(values, ordered[1:][ordered[1:] == ordered[:-1]])
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    return np.isin(values, twice) if twice.size else np.zeros(values.size, dtype=bool)
 
 
 def _num_children(loose: LooseBlocks) -> _Ints:
@@ -224,7 +224,8 @@ def _chain(loose: LooseBlocks) -> tuple[_Ints, _Ints]:
     is_head |= (loose.media != 0) | (loose.media[parents] != 0)
     head_of = _top_of(np.where(is_head, np.arange(parents.size), parents))
     heads = np.flatnonzero(is_head)
-    heads = heads[np.lexsort((parents[heads], positions[heads]))]  # ancestors first, siblings together
+    place = (positions[heads].astype(np.uint64) << np.uint64(32)) | (parents[heads] + 1).astype(np.uint64)
+    heads = heads[np.argsort(place, kind="stable")]  # ancestors first, siblings together
     rank = np.empty(parents.size, dtype=np.int64)
     rank[heads] = np.arange(heads.size)
     chain_of = rank[head_of]
@@ -250,6 +251,8 @@ def _spread_last_uses(loose: LooseBlocks, starts: _Ints) -> npt.NDArray[np.uint6
     parents = loose.parents[starts]
     parent_chains = np.where(parents == ROOT, starts.size, chain_of[parents])
     below = latest_below(parent_chains, np.maximum.reduceat(ranks, starts))
+    if starts.size == ranks.size:
+        return np.maximum(ranks, below).astype(np.uint64)
     ranks[stops - 1] = np.maximum(ranks[stops - 1], below)
     # A running maximum from the tail, all chains at once: an offset per chain keeps the earlier ones out.
     offset = (starts.size - chain_of) * np.int64(span)

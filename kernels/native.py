@@ -33,7 +33,8 @@ def compiler() -> str | None:
 
 def cache_folder() -> Path:
     """Return where compiled code is kept: Triton's cache."""
-    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
 
 
 def compile_library(source: str, options: tuple[str, ...], target: Path, cc: str) -> None:

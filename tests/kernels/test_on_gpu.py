@@ -150,6 +150,21 @@ def test_later_calls_of_a_plan_take_other_tensors_and_numbers(make_batch, kv_dty
     assert not torch.equal(first.run(plan)[0], second.run(plan)[0])
 
 
+def test_steps_queued_behind_a_long_kernel_do_not_see_one_another(make_batch):
+    """Case 47 for steps that grow: lengths and new blocks of three steps leave one host buffer before any has run."""
+    batch = make_batch(kv_dtype=BF16, lens=(60, 90))
+    steps = [(20, 40), (33, 60), (60, 90)]
+    plan = plan_forest(batch.tables[:, :3], [16, 30], spec=batch.spec)
+    torch.cuda._sleep(100_000_000)
+    outs = []
+    for lens in steps:
+        assert plan.update(batch.tables[:, : -(-max(lens) // 16)], torch.tensor(lens))
+        outs.append(batch.run(plan)[0])
+    for lens, out in zip(steps, outs, strict=True):
+        batch.lens = lens
+        torch.testing.assert_close(out.cpu().double(), batch.reference()[0], atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("tokens", [57_601, 131_072, 1_048_576])
 def test_very_long_contexts(tokens):
     """Case 50."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from radixpool.rpc.client import Client, WorkerClient
 from radixpool.rpc.demo.prompts import Turn
 from radixpool.rpc.demo.replay import Replay, Target
 from radixpool.rpc.demo.supervisor import ProcessFailed, Supervisor
-from radixpool.rpc.errors import SequenceLost
+from radixpool.rpc.errors import ManagerUnavailable, SequenceLost
 from radixpool.rpc.generation import GenerateTokens, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker-processes")]
@@ -203,6 +204,22 @@ def test_a_worker_killed_under_load_loses_no_cached_block(system):
     system.workers = [*system.start_workers(1), survivor]
     fresh = system.generate(system.workers[0], by_victim[0].turn.tokens)
     assert fresh.cached >= len(by_victim[0].turn.tokens) - BLOCK
+
+
+@pytest.mark.parametrize("step", ["worker.step.written", "session.sent"])
+def test_a_worker_killed_at_a_step_of_the_protocol_leaves_nothing_wrong_behind(system, monkeypatch, step):
+    monkeypatch.setenv("RADIXPOOL_FAILPOINTS", f"{step}=kill@4")
+    (armed,) = system.start_workers(1)
+    monkeypatch.delenv("RADIXPOOL_FAILPOINTS")
+    prompt = random_tokens(100)
+    with pytest.raises(ManagerUnavailable):
+        system.generate(armed, prompt, 24)
+    assert armed.popen.wait(10) == -signal.SIGKILL
+    survivor = next(worker for worker in system.workers if worker.alive)
+    again = system.generate(survivor, prompt, 24)
+    alone = system.generate(survivor, prompt, 24, namespace=Namespace(cache_salt=next(SALTS)))
+    assert again.cached > 0
+    assert again.tokens == alone.tokens
 
 
 def test_requests_survive_a_killed_manager(system):

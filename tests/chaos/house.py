@@ -48,7 +48,6 @@ class Member:
     """One process of the house; a killed one is started again under its name."""
 
     name: str
-    command: list[str]
     log: Path
     process: subprocess.Popen[str]
 
@@ -99,7 +98,7 @@ class House:
                 text=True,
                 env={**os.environ, "RADIXPOOL_FAILPOINTS": failpoints, "OMP_NUM_THREADS": "1"},
             )
-        self.members[name] = Member(name, command, log, process)
+        self.members[name] = Member(name, log, process)
         return self.members[name]
 
     def _command(self, name: str) -> list[str]:

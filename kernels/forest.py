@@ -11,6 +11,7 @@ Without sharing this is split-KV decoding with a balanced cut (stream-K). The id
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -37,7 +38,7 @@ CUT_TOKENS = 64  # cuts inside a tile fall on multiples of this
 JOIN_SHARE = 0.1  # tiles of 32 rows that have this share of the narrow tokens make the 16-row tiles join their launch
 TALL_COST = 1.6  # time of a token of a tall tile, in tokens of a narrow one
 BESIDE_SHARE = 1.5  # narrow work up to this many times the tall work fills only the room that tall tiles leave
-TALL_SPEED, NARROW_SPEED = 9, 5  # a token of a tall tile costs 9/5 of a narrow one where each has SMs of its own
+TALL_COST_APART, NARROW_COST_APART = 3, 2  # time of a token of each on multiprocessors of its own
 WHOLE_TILE_SLACK = 1.08  # whole tiles (no merge) are kept if the longest program has at most this much more work
 
 
@@ -298,11 +299,23 @@ def runs_beside(tiles: Tiles) -> bool:
     return bool(tall.any()) and int(work[~tall].sum()) <= BESIDE_SHARE * TALL_COST * int(work[tall].sum())
 
 
-def split_sms(tiles: Tiles, num_sms: int) -> int:
-    """Return how many SMs the tallest tiles get where narrower ones run on the others: both end together."""
+def sm_step(config_of: Callable[[int, bool], TileConfig], spec: AttentionSpec) -> int:
+    """Return the fewest multiprocessors whose narrow programs share out evenly over the KV heads."""
+    narrowest = next(h for h in TILE_ROWS if h >= spec.group_size)
+    return spec.num_kv_heads // math.gcd(spec.num_kv_heads, config_of(narrowest, False).ctas_per_sm)
+
+
+def split_sms(tiles: Tiles, num_sms: int, step: int) -> int:
+    """Return how many SMs the tallest tiles get where narrower ones run on the others, whole steps of them.
+
+    Both should end together; rounding favours the narrow ones, as a program too few costs them a whole share.
+    """
     work, tallest = tiles.end - tiles.begin, tiles.height == TILE_ROWS[-1]
-    tall, narrow = TALL_SPEED * int(work[tallest].sum()), NARROW_SPEED * int(work[~tallest].sum())
-    return min(num_sms - 1, max(1, num_sms * tall // (tall + narrow))) if tall and narrow else num_sms
+    tall, narrow = TALL_COST_APART * int(work[tallest].sum()), NARROW_COST_APART * int(work[~tallest].sum())
+    if not tall or not narrow:
+        return num_sms
+    share = -(-num_sms * narrow // (tall + narrow))
+    return max(1, num_sms - -(-share // step) * step)
 
 
 def first_items_first(records: Array, starts: Long) -> Array:
@@ -386,7 +399,9 @@ def build_forest(
     tiles = cut_rows(segments, spec.group_size, limits)
     merging = bool((~tiles.leaf).any())
     tall, beside = bool((tiles.height >= TALL_ROWS).any()), runs_beside(tiles)
-    tall_sms = split_sms(tiles, device.num_sms) if tall_kernel == "persistent" else device.num_sms
+    tall_sms = device.num_sms
+    if tall_kernel == "persistent":
+        tall_sms = split_sms(tiles, device.num_sms, sm_step(config_of, spec))
     apart = tall_sms < device.num_sms
     chunks, starts = [], {}
     for height in TILE_ROWS:

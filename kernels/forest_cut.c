@@ -2,7 +2,7 @@
  *
  * forest.py is the definition and explains every step; functions here carry its names. Its constants come in as -D
  * options (see native.py). `cut` owns all memory until `take` copies the result out and frees it. The only global is a
- * spare chunk of memory, which whoever frees one leaves and whoever needs one takes: fresh pages cost more than the cut.
+ * spare chunk of memory, which whoever frees one leaves and whoever needs one takes, as fresh pages cost time.
  */
 #include <math.h>
 #include <setjmp.h>
@@ -23,7 +23,7 @@ typedef struct {
     i64 num_seqs, width, stride, block_size, group_size, kv_bytes_per_token, v_head_dim, item_overhead_bytes;
     double min_gain_bytes;
     i64 programs[HEIGHTS][2][2]; /* by height, presence of tall tiles, whether they run beside */
-    i64 persistent, num_sms, num_kv_heads, per_sm[HEIGHTS]; /* programs an SM where tall and narrow tiles have their own */
+    i64 persistent, num_sms, num_kv_heads, sm_step, per_sm[HEIGHTS]; /* for tall and narrow tiles on SMs of their own */
 } Batch;
 
 /* What `take` will write, and facts of the plan; mirrored by native_cut.Sizes. */
@@ -383,8 +383,10 @@ static i64 split_sms(const Cut *c) {
         const Tile *t = &c->tiles[i];
         *(t->height == TILE_ROWS[HEIGHTS - 1] ? &tall : &narrow) += t->end - t->begin;
     }
-    tall *= TALL_SPEED, narrow *= NARROW_SPEED;
-    return tall && narrow ? min64(num_sms - 1, max64(1, num_sms * tall / (tall + narrow))) : num_sms;
+    tall *= TALL_COST_APART, narrow *= NARROW_COST_APART;
+    if (!tall || !narrow) return num_sms;
+    i64 share = ceil_div(num_sms * narrow, tall + narrow);
+    return max64(1, num_sms - ceil_div(share, c->in->sm_step) * c->in->sm_step);
 }
 
 static void cut_all_heights(Cut *c) {

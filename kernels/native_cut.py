@@ -16,7 +16,7 @@ from radixpool.kernels.spec import AttentionSpec
 
 CONSTANTS = (
     "RECORD", "ROW_RECORD", "ITEM_OVERHEAD_TOKENS", "MIN_PIECE_TOKENS", "CUT_TOKENS", "JOIN_SHARE", "TALL_COST",
-    "BESIDE_SHARE", "TALL_SPEED", "NARROW_SPEED", "WHOLE_TILE_SLACK",
+    "BESIDE_SHARE", "TALL_COST_APART", "NARROW_COST_APART", "WHOLE_TILE_SLACK",
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ class Batch(ctypes.Structure):
                                               "kv_bytes_per_token", "v_head_dim", "item_overhead_bytes")),
         ("min_gain_bytes", ctypes.c_double),
         ("programs", ctypes.c_int64 * 2 * 2 * len(TILE_ROWS)),
-        *((name, ctypes.c_int64) for name in ("persistent", "num_sms", "num_kv_heads")),
+        *((name, ctypes.c_int64) for name in ("persistent", "num_sms", "num_kv_heads", "sm_step")),
         ("per_sm", ctypes.c_int64 * len(TILE_ROWS)),
     )  # fmt: skip
 
@@ -70,6 +70,7 @@ def fixed_fields(
         block_size=spec.block_size, group_size=spec.group_size, kv_bytes_per_token=spec.kv_bytes_per_token,
         v_head_dim=spec.v_head_dim, item_overhead_bytes=item_overhead_bytes, min_gain_bytes=min_gain_bytes,
         persistent=tall_kernel == "persistent", num_sms=device.num_sms, num_kv_heads=spec.num_kv_heads,
+        sm_step=numpy_cut.sm_step(config_of, spec),
     )  # fmt: skip
     for h, height in enumerate(TILE_ROWS):
         batch.per_sm[h] = config_of(height, height == TILE_ROWS[-1]).ctas_per_sm

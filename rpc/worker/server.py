@@ -49,6 +49,9 @@ def start_server(servicer: WorkerServicer, *, listen: str, max_requests: int, cr
         maximum_concurrent_rpcs=threads,
         options=[
             ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", limits.MAX_CONNECTIONS),
+            ("grpc.server_handshake_timeout_ms", limits.HANDSHAKE_TIMEOUT_MS),
+            ("grpc.max_connection_idle_ms", limits.IDLE_CONNECTION_MS),
             ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
         ],

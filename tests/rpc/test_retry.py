@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -199,3 +202,13 @@ def test_the_background_heartbeat_notices_that_it_is_fenced(make_server, eventua
         client.acquire(PROMPT)
         time.sleep(0.4)
         assert client._identity.is_registered
+
+
+def test_connections_under_way_are_looked_at_often():
+    """At gRPC's default, every 5 s, a client whose calls fail at once found a restarted manager after as long."""
+    name = "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS"
+    program = f"import os, radixpool.rpc.client; print(os.environ['{name}'])"
+    for own, expected in ({}, "200"), ({name: "77"}, "77"):
+        environment = {key: value for key, value in os.environ.items() if key != name} | own
+        shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+        assert shown.stdout == f"{expected}\n".encode()

@@ -48,6 +48,7 @@ STEPS: Final[Mapping[str, str]] = {
     "directory.removed": "records are cleared that were torn, orphaned or invalidated",
     "client.acquired": "a client has acquired a sequence and done nothing with it",
     "session.sent": "a batch is on its way over a session, its answer has not come",
+    "session.answered": "a batch is answered, and nothing done with it: no copy order is run, no remap taken over",
     "worker.registered": "a worker has its lease and its session, and has not mapped the pool",
     "worker.attached": "a worker has mapped the pool and has no request",
     "worker.step.launched": "a step is announced and has not begun",

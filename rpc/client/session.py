@@ -21,6 +21,7 @@ from radixpool.rpc.step_columns import Step, Stepped
 from radixpool.v1 import cache_pb2
 
 _SENT = failpoint("session.sent")
+_ANSWERED = failpoint("session.answered")
 
 
 class Session:
@@ -115,6 +116,7 @@ class _Stream:
         reply = next(self._replies, None)
         if reply is None:
             raise ManagerUnavailable("the manager ended the session")
+        _ANSWERED()
         return reply
 
     def close(self) -> None:

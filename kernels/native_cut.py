@@ -9,15 +9,18 @@ from collections.abc import Callable
 import numpy as np
 
 from radixpool.kernels import forest as numpy_cut
+from radixpool.kernels import launch, token_cuts
 from radixpool.kernels.forest import RECORD, ROW_RECORD, Array, Forest, TallKernel
-from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, DeviceInfo, TileConfig
+from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig
 from radixpool.kernels.native import load
 from radixpool.kernels.spec import AttentionSpec
 
-CONSTANTS = (
-    "RECORD", "ROW_RECORD", "ITEM_OVERHEAD_TOKENS", "MIN_PIECE_TOKENS", "CUT_TOKENS", "JOIN_SHARE", "TALL_COST",
-    "BESIDE_SHARE", "TALL_COST_APART", "NARROW_COST_APART", "WHOLE_TILE_SLACK",
-)  # fmt: skip
+CONSTANTS = {
+    numpy_cut: ("RECORD", "ROW_RECORD", "JOIN_SHARE", "TALL_COST", "BESIDE_SHARE", "TALL_COST_APART",
+                "NARROW_COST_APART"),
+    token_cuts: ("ITEM_OVERHEAD_TOKENS", "MIN_PIECE_TOKENS", "CUT_TOKENS", "WHOLE_TILE_SLACK"),
+    launch: ("TALL_ROWS",),
+}  # fmt: skip
 
 
 class Batch(ctypes.Structure):
@@ -45,11 +48,15 @@ class Sizes(ctypes.Structure):
     )  # fmt: skip
 
 
+def constants() -> tuple[tuple[str, float], ...]:
+    """Return the macros that the C code is compiled with: the constants of its definition in numpy."""
+    return tuple((name, getattr(module, name)) for module, names in CONSTANTS.items() for name in names)
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled code with its signatures, or None."""
-    constants = {name: getattr(numpy_cut, name) for name in CONSTANTS} | {"TALL_ROWS": TALL_ROWS}
-    found = load("forest_cut", tuple(constants.items()))
+    found = load("forest_cut", constants())
     if found is not None:
         found.radixpool_cut.restype = ctypes.c_void_p
         found.radixpool_cut.argtypes = (ctypes.c_void_p, ctypes.c_void_p)

@@ -13,13 +13,12 @@ from radixpool.kernels.forest import (
     TO_THE_END,
     Forest,
     build_forest,
-    cut_tokens,
-    even_piece,
     find_segments,
     shared_intervals,
     sort_tables,
 )
 from radixpool.kernels.launch import DeviceInfo, TileConfig
+from radixpool.kernels.token_cuts import cut_tokens, even_piece
 
 DEVICE = DeviceInfo(arch=90, num_sms=132, pdl=True)
 

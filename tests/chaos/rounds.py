@@ -45,17 +45,20 @@ def all_hurts(chance: random.Random) -> list[Hurt]:
 
 
 def plan(num_rounds: int, seed: int) -> list[Hurt]:
-    """Return the rounds: everything once, then again in another order. Few rounds spread over all kinds of steps."""
+    """Return the first rounds of everything once, then everything again in another order, and so on."""
     chance = random.Random(seed)
     hurts: list[Hurt] = []
     while len(hurts) < num_rounds:
         hurts += all_hurts(chance)
-    if num_rounds >= len(STEPS):
-        return hurts[:num_rounds]
+    return hurts[:num_rounds]
+
+
+def short_plan(num_rounds: int, seed: int) -> list[Hurt]:
+    """Return a few rounds that are spread over the kinds of steps."""
     chosen: dict[str, Hurt] = {}
-    for hurt in hurts:
+    for hurt in all_hurts(random.Random(seed)):
         chosen.setdefault(f"{hurt.role} {hurt.step.partition('.')[0]}", hurt)
-    return (list(chosen.values()) + hurts)[:num_rounds]
+    return list(chosen.values())[:num_rounds]
 
 
 def role_of(step: str) -> str:

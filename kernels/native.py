@@ -50,16 +50,17 @@ def compile_library(source: str, options: tuple[str, ...], target: Path, cc: str
         library.replace(target)
 
 
-def build(name: str, constants: Mapping[str, float]) -> Path:
-    """Return the library made of `<name>.c` with `constants` as macros; compiles it unless the cache holds it.
+def build(names: tuple[str, ...], constants: Mapping[str, float]) -> Path:
+    """Return the library made of `<name>.c`, one after another as one file, with `constants` as macros.
 
-    Raises `OSError` where that is not possible.
+    Compiles it unless the cache holds it. Raises `OSError` where that is not possible.
     """
-    source = resources.files("radixpool.kernels").joinpath(f"{name}.c").read_text()
+    folder_of_sources = resources.files("radixpool.kernels")
+    source = "\n".join(folder_of_sources.joinpath(f"{name}.c").read_text() for name in names)
     options = tuple(f"-D{key}={value!r}" for key, value in constants.items())
     identity = "\0".join((source, *FLAGS, *options, platform.system(), platform.machine()))
     folder = cache_folder() / f"radixpool-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
-    target = folder / f"{name}.so"
+    target = folder / f"{names[-1]}.so"
     if not target.exists():
         cc = compiler()
         if cc is None:
@@ -69,10 +70,10 @@ def build(name: str, constants: Mapping[str, float]) -> Path:
 
 
 @functools.cache
-def load(name: str, constants: tuple[tuple[str, float], ...]) -> ctypes.CDLL | None:
-    """Return the library of `<name>.c`, or None where it can't be compiled (logged once: planning is then slower)."""
+def load(names: tuple[str, ...], constants: tuple[tuple[str, float], ...]) -> ctypes.CDLL | None:
+    """Return the library of `build`, or None where it can't be compiled (logged once: planning is then slower)."""
     try:
-        return ctypes.CDLL(str(build(name, dict(constants))))
+        return ctypes.CDLL(str(build(names, dict(constants))))
     except (OSError, subprocess.TimeoutExpired) as error:
-        LOG.warning("%s.c is not compiled, numpy does its work, slower: %s", name, error)
+        LOG.warning("%s.c is not compiled, numpy does its work, slower: %s", names[-1], error)
         return None

@@ -1,4 +1,4 @@
-"""`build_forest` in C: the same cut, bit for bit; numpy's where there is no C compiler. See `forest_cut.c`."""
+"""`build_forest` in C: the same cut, bit for bit; numpy's where there is no C compiler. See `forest_paths.c`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig
 from radixpool.kernels.native import load
 from radixpool.kernels.spec import AttentionSpec
 
+SOURCES = ("forest_paths", "forest_cut")
 CONSTANTS = {
     numpy_cut: ("RECORD", "ROW_RECORD", "JOIN_SHARE", "TALL_COST", "BESIDE_SHARE", "TALL_COST_APART",
                 "NARROW_COST_APART"),
@@ -24,7 +25,7 @@ CONSTANTS = {
 
 
 class Batch(ctypes.Structure):
-    """What the C function reads; mirrors `Batch` of forest_cut.c."""
+    """What the C function reads; mirrors `Batch` of forest_paths.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("tables", "lens", "query_lens", "query_starts")),
@@ -38,7 +39,7 @@ class Batch(ctypes.Structure):
 
 
 class Sizes(ctypes.Structure):
-    """What the C function says of its result; mirrors `Sizes` of forest_cut.c."""
+    """What the C function says of its result; mirrors `Sizes` of forest_paths.c."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_rows", "num_merge_rows", "num_merge_parts", "num_parts",
@@ -56,7 +57,7 @@ def constants() -> tuple[tuple[str, float], ...]:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled code with its signatures, or None."""
-    found = load("forest_cut", constants())
+    found = load(SOURCES, constants())
     if found is not None:
         found.radixpool_cut.restype = ctypes.c_void_p
         found.radixpool_cut.argtypes = (ctypes.c_void_p, ctypes.c_void_p)

@@ -180,8 +180,8 @@ def test_without_a_working_compiler_numpy_plans(monkeypatch, tmp_path, caplog, c
 def test_code_is_compiled_once_for_equal_constants(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = dict(native_cut.constants())
-    first = native.build("forest_cut", constants)
+    first = native.build(native_cut.SOURCES, constants)
     written = first.stat().st_mtime_ns
-    assert native.build("forest_cut", constants) == first and first.stat().st_mtime_ns == written
-    assert native.build("forest_cut", constants | {"CUT_TOKENS": 32}) != first
+    assert native.build(native_cut.SOURCES, constants) == first and first.stat().st_mtime_ns == written
+    assert native.build(native_cut.SOURCES, constants | {"CUT_TOKENS": 32}) != first
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["forest_cut.so"] * 2

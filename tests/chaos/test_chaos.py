@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 ROUNDS = os.environ.get("RADIXPOOL_CHAOS_ROUNDS")
-ROUNDS_IN_CI = 8
 FIRST = int(os.environ.get("RADIXPOOL_CHAOS_FIRST", "1"))
 SEED = int(os.environ.get("RADIXPOOL_CHAOS_SEED", "1"))
 SUMMARY = os.environ.get("RADIXPOOL_CHAOS_SUMMARY")
@@ -41,11 +40,11 @@ def test_a_long_plan_has_every_step_and_every_role(rounds):
         (role, action) for role in rounds.ROLES for action in rounds.ACTIONS
     }
     assert rounds.plan(20, SEED) == planned[:20], "a round can be run again by its number"
-    assert len({(hurt.role, hurt.action) for hurt in rounds.short_plan(ROUNDS_IN_CI, SEED)}) >= 4
+    assert [hurt.role for hurt in rounds.short_plan(SEED)] == ["manager"] * 4 + ["worker"] * 2 + ["holder"] * 2
 
 
 def test_nothing_stale_and_nothing_lost(house, rounds):
-    hurts = rounds.plan(int(ROUNDS), SEED) if ROUNDS else rounds.short_plan(ROUNDS_IN_CI, SEED)
+    hurts = rounds.plan(int(ROUNDS), SEED) if ROUNDS else rounds.short_plan(SEED)
     house.prove()
     done = []
     for number, hurt in list(enumerate(hurts, start=1))[FIRST - 1 :]:

@@ -1,6 +1,6 @@
 """Processes that are killed and frozen under load, at named steps and at any moment: nothing stale, nothing lost.
 
-CI runs a few rounds; `make chaos ROUNDS=100` runs many and writes a summary. Every round hurts one process (see
+CI runs a round of each kind; `make chaos ROUNDS=100` runs many and writes a summary. Every round hurts one process (see
 rounds.py), waits until the load is through it, proves the manager's invariants and looks for what was left behind;
 every process checks every cached token that it is given (see load.py). `SEED` gives another order and other
 passages, `FIRST=37 ROUNDS=100` goes on with round 37.

@@ -12,12 +12,14 @@ from radixpool.rpc.failpoints import VARIABLE, armed_steps
 
 # gRPC's core writes notes about its peers to stderr by itself, past our log format. It reads this when it is loaded.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-# The same. Without its event engine, whoever waits for a call polls the sockets itself: a call costs a third fewer
-# thread switches (docs/service.md has the figures).
-os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client")
+# Without gRPC's event engine, whoever waits for a call polls the sockets itself: a call costs a third fewer thread
+# switches (docs/service.md has the figures). For the manager alone: a client's connecting socket would wait for its turn.
+_POLLING = (("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client"),)
 
 _COMMANDS = {
-    "serve": LazyCommand("radixpool.rpc.cli.serve:serve", "Start a manager: the owner of one pool's metadata."),
+    "serve": LazyCommand(
+        "radixpool.rpc.cli.serve:serve", "Start a manager: the owner of one pool's metadata.", environment=_POLLING
+    ),
     "pool": LazyCommand("radixpool.rpc.pool.cli:command", "Allocate and hold the physical pool of KV blocks."),
     "worker": LazyCommand("radixpool.rpc.worker.cli:command", "Run a language model over the pool."),
     "demo": LazyCommand("radixpool.rpc.demo.cli:command", "Start everything and replay chats that share prefixes."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
@@ -19,10 +20,14 @@ EXIT_ADDRESS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
-    """Where a command lives (`module:attribute`) and what the list of commands says of it."""
+    """Where a command lives (`module:attribute`) and what the list of commands says of it.
+
+    `environment` is set before the import, where it is not set already.
+    """
 
     target: str
     summary: str
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 class OperatingError(click.ClickException):
@@ -67,6 +72,8 @@ class LazyGroup(click.Group):
         lazy = self._lazy_commands.get(cmd_name)
         if lazy is None:
             return None
+        for variable, value in lazy.environment:
+            os.environ.setdefault(variable, value)
         module, _, attribute = lazy.target.partition(":")
         command = getattr(import_module(module), attribute)
         assert isinstance(command, click.Command), lazy.target

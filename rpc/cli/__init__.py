@@ -13,7 +13,7 @@ from radixpool.rpc.failpoints import VARIABLE, armed_steps
 # gRPC's core writes notes about its peers to stderr by itself, past our log format. It reads this when it is loaded.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # Without gRPC's event engine, whoever waits for a call polls the sockets itself: a call costs a third fewer thread
-# switches (docs/service.md has the figures). For the manager alone: a client's connecting socket would wait for its turn.
+# switches (docs/service.md has the figures). For the manager alone: a client's connecting socket would have to wait.
 _POLLING = (("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client"),)
 
 _COMMANDS = {

@@ -143,7 +143,7 @@ def main(rounds: int, repeats: int, large: int, no_directory: bool, json_path: P
                     measure_manager(bench, manager.address, rounds)
                     rows += bench.rows
                 progress.advance(task)
-    show(rows, Console())
+    show(rows, load.wide_console())
     if json_path is not None:
         json_path.write_text(json.dumps([asdict(row) for row in rows], indent=2))
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import AsyncClient, Client, Session, Step
@@ -64,6 +65,12 @@ def running(
         yield manager
     finally:
         manager.stop()
+
+
+def wide_console() -> Console:
+    """Return a console that does not fold tables in a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def cpu_s(pid: int) -> float:

@@ -205,7 +205,7 @@ def main(models: tuple[str, ...], rounds: int, repeats: int, serve: tuple[str, s
     results: dict[tuple[str, str], list[Figures]] = {case: [] for case in cases}
     for model, engine in track(cases * repeats, description="measuring", console=Console(stderr=True)):
         results[model, engine].append(measure(model, ENGINES[engine], rounds))
-    show(results, console)
+    show(results, load.wide_console())
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from radixpool.radix import InvariantViolation, Namespace
 from radixpool.rpc.cli import main
+from radixpool.rpc.cli.lazy import LazyCommand, LazyGroup
 
 
 @pytest.fixture
@@ -135,3 +138,15 @@ def test_help_teaches(invoke):
         shown = invoke(*command, "--help")
         assert shown.exit_code == 0
         assert len(shown.stdout) > 300
+
+
+def test_a_command_brings_its_environment_where_none_is_set(monkeypatch):
+    monkeypatch.setenv("RADIXPOOL_TEST_SET", "mine")
+    monkeypatch.setenv("RADIXPOOL_TEST_UNSET", "")
+    monkeypatch.delenv("RADIXPOOL_TEST_UNSET")
+    environment = (("RADIXPOOL_TEST_SET", "theirs"), ("RADIXPOOL_TEST_UNSET", "theirs"))
+    command = LazyCommand("radixpool.rpc.cli.stats:stats", "", environment=environment)
+    group = LazyGroup("group", lazy_commands={"stats": command})
+    assert group.get_command(click.Context(group), "stats") is not None
+    assert os.environ["RADIXPOOL_TEST_SET"] == "mine"
+    assert os.environ["RADIXPOOL_TEST_UNSET"] == "theirs"

@@ -117,6 +117,17 @@ def merge_variant(spec: AttentionSpec, config: MergeConfig, features: Features, 
     return KernelVariant(merge_partials, constants, options)
 
 
+def alignment_of(addresses: list[int]) -> int | tuple[bool, ...]:
+    """Return which addresses are multiples of 16, which Triton compiles for; 0 if all are.
+
+    >>> alignment_of([32, 64]), alignment_of([32, 40]), alignment_of([40, 32])
+    (0, (True, False), (False, True))
+    """
+    if functools.reduce(operator.or_, addresses) % 16 == 0:
+        return 0
+    return tuple(a % 16 == 0 for a in addresses)
+
+
 def as_pairs(pool: Tensor) -> Tensor:
     """Return an fp8 pool as int16 pairs."""
     return pool.view(torch.int16)
@@ -212,7 +223,7 @@ def attention(
     )  # fmt: skip
     numbers = (scale * k_number, v_number, float(soft_cap), window)
     addresses = [t.data_ptr() for t in tensors]
-    key = (kind, window > 0, soft_cap > 0, functools.reduce(operator.or_, addresses) % 16, fast is not None)
+    key = (kind, window > 0, soft_cap > 0, alignment_of(addresses), fast is not None)
     bound = on_device.bound.get(key)
     if bound is not None and not INTERPRETED:
         bound.again(addresses, numbers, driver.active.get_current_stream(q.device.index))

@@ -165,7 +165,7 @@ def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, plan: ForestPlan, **option
     Takes the same options as `extend` and gives the same result; refuses longer queries, so that a prefill can't
     slip into a decode step unseen.
     """
-    if plan.query_lens.size and plan.query_lens.max() > MAX_DECODE_QUERY_LEN:
+    if plan.num_rows > MAX_DECODE_QUERY_LEN and plan.query_lens.max() > MAX_DECODE_QUERY_LEN:
         longest = int(plan.query_lens.max())
         raise ValueError(f"query_lens: attend takes at most {MAX_DECODE_QUERY_LEN} tokens a sequence, got {longest}")
     return extend(q, k_pool, v_pool, plan, **options)

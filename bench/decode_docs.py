@@ -1,6 +1,6 @@
 """Make the documentation of a run of decode.py: data, plot and the tables of docs/performance-kernels.md.
 
-usage: python bench/decode_docs.py [OUT]   (the folder that decode.py wrote; default: out)
+usage: python bench/decode_docs.py [OUT [COMMIT]]   (the folder that decode.py wrote, default: out; what it measured)
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ SHARED_GOALS = {
     "32/8 B=128 16 roots x 1k, 64 x 512 + 256": (0, 0), "8/1 B=64 sharing 4k + 256": (0, 0),
 }  # fmt: skip
 PEERS = ("fa3", "flashinfer", "fi_cascade", "vllm_triton", "sglang_triton", "torch")
+TRITON = ("vllm_triton", "sglang_triton")
 Times = dict[str, dict[str, float]]
 
 
@@ -144,6 +145,33 @@ def host_table(cases: dict[str, Times]) -> str:
     return table("| CPU of one call, µs | radixpool | FA3 | FlashInfer |", rows)
 
 
+def span(values: Iterable[float], form: str) -> str:
+    """Return the least and the greatest of the numbers there are, as `low to high`."""
+    known = [v for v in values if not math.isnan(v)]
+    return f"{min(known):{form}} to {max(known):{form}}" if known else "-"
+
+
+def notes(cases: dict[str, Times]) -> str:
+    """Return what the tables leave out: the price of looking for sharing, the Triton peers, errors."""
+    alone = [t for c, t in cases.items() if c not in SHARED_GOALS]
+    plans = span(
+        (time_of(t, "radixpool", "eager_us") / time_of(t, "radixpool_no_sharing", "eager_us") for t in alone), ".2f"
+    )
+    lines = [
+        f"On batches that share nothing, the plan with sharing takes {plans} of the time of the plan without (goal: at "
+        "most 1.02): it is the same plan."
+    ]
+    triton = [time_of(t, n, "eager_us") / time_of(t, "radixpool", "eager_us") for t in cases.values() for n in TRITON]
+    if any(not math.isnan(ratio) for ratio in triton):
+        lines.append(f"vLLM's and SGLang's Triton kernels take {span(triton, '.1f')} times as long as ours.")
+    for kind, quantised in (("bf16", False), ("fp8 KV", True)):
+        group = [t for c, t in cases.items() if c.startswith("fp8") == quantised]
+        named = (("ours", "radixpool"), ("FA3", "fa3"), ("FlashInfer", "flashinfer"))
+        errors = [f"{label} {span((time_of(t, name, 'error') for t in group), '.1e')}" for label, name in named]
+        lines.append(f"Relative errors against float64, {kind}: " + ", ".join(errors) + ".")
+    return "\n".join(lines)
+
+
 def replace_between(text: str, name: str, block: str) -> str:
     """Return `text` with what stands between the marks of `name` replaced."""
     begin, end = f"<!-- {name}: made by bench/decode_docs.py -->\n", f"\n<!-- end of {name} -->"
@@ -182,15 +210,17 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "out")
+    commit = f"; measured at commit {sys.argv[2]}" if len(sys.argv) > 2 else ""
     cases = load(folder / "decode.csv")
     meta = json.loads((folder / "decode.json").read_text())["meta"]
     page, data, image = DOCS / "performance-kernels.md", DOCS / "data" / "decode.csv", DOCS / "images" / "decode.png"
     text = page.read_text()
     blocks = {
-        "machine": f"Measured read bandwidth: {meta['read_bandwidth_tb_s']:.2f} TB/s; torch {meta['torch']}.",
+        "machine": f"Measured read bandwidth: {meta['read_bandwidth_tb_s']:.2f} TB/s; torch {meta['torch']}{commit}.",
         "plain": plain_table(cases),
         "shared": shared_table(cases),
         "host": host_table(cases),
+        "notes": notes(cases),
     }
     for name, block in blocks.items():
         text = replace_between(text, name, block)

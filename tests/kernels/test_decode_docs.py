@@ -57,7 +57,7 @@ def test_only_what_stands_between_the_marks_changes(docs):
 
 def test_the_page_has_every_mark_and_the_goals_name_cases_of_the_bench(docs):
     page = (ROOT / "docs" / "performance-kernels.md").read_text()
-    for name in ("machine", "plain", "shared", "host"):
+    for name in ("machine", "plain", "shared", "host", "notes"):
         assert docs.replace_between(page, name, "here").count("\nhere\n") == 1
     source = (ROOT / "bench" / "attention_cases.py").read_text()
     assert all(f'"{name}"' in source for name in docs.SHARED_GOALS)

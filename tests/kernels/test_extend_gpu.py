@@ -5,6 +5,7 @@ against `radixpool.kernels.reference` without a GPU too.
 """
 
 import math
+import os
 
 import pytest
 import torch
@@ -16,21 +17,24 @@ from radixpool.kernels import TreeMask, reference
 CUDA = torch.cuda.is_available()
 FP8 = torch.float8_e4m3fn
 gpu = pytest.mark.gpu
-many = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+many = settings(
+    max_examples=int(os.environ.get("EXTEND_EXAMPLES", "25")), deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 SEQUENCE = st.tuples(st.integers(0, 1500), st.one_of(st.integers(0, 600), st.integers(0, 3)))
-MASKS = st.fixed_dictionaries(
-    {},
-    optional={
-        "window": st.integers(1, 900), "soft_cap": st.floats(0.5, 30.0), "sinks": st.just(True),
-        "scale": st.floats(0.02, 0.3),
-    },
-)  # fmt: skip
-SHAPE = st.fixed_dictionaries({
-    "heads": st.sampled_from([(32, 8), (8, 1), (9, 3), (4, 4)]), "head_dim": st.sampled_from([64, 96, 128, 256]),
-    "block_size": st.sampled_from([8, 16, 24, 64]), "layout": st.sampled_from(["HND", "NHD", "half"]),
-    "seed": st.integers(0, 99),
-})  # fmt: skip
+BF16, FP16 = torch.bfloat16, torch.float16
+# Each is compiled once: heads, head dim, block size, layout, dtype of Q, masks. Values of masks are drawn.
+SHAPES = [
+    ((32, 8), 128, 16, "HND", BF16, ()),
+    ((8, 1), 128, 24, "NHD", FP16, ("window",)),
+    ((9, 3), 64, 16, "half", BF16, ("soft_cap", "sinks")),
+    ((4, 4), 96, 8, "HND", FP16, ("window", "soft_cap", "sinks")),
+    ((32, 8), 256, 64, "NHD", BF16, ("window", "sinks")),
+    ((32, 8), 256, 16, "HND", FP16, ("soft_cap",)),
+    ((16, 2), 128, 64, "half", BF16, ("soft_cap", "window")),
+    ((6, 1), 64, 32, "HND", FP16, ("sinks",)),
+]
+by_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0][0]}x{s[0][1]}-d{s[1]}-b{s[2]}")
 
 
 def sequence_scores(batch, i, options):
@@ -109,17 +113,25 @@ def test_the_oracle_is_the_reference(make_batch):
     torch.testing.assert_close(got, host[0], atol=1e-9, rtol=1e-9)
 
 
-def make(make_batch, sequences, shape, share, **changes):
+def make(make_batch, shape, sequences, share, seed, **changes):
+    heads, head_dim, block_size, layout, q_dtype, _ = shape
     lens, new = tuple(c + n for c, n in sequences), tuple(n for _, n in sequences)
-    assume(max(new) * shape["heads"][0] // shape["heads"][1] > 64)  # otherwise no tall tile
-    shared = min(lens) // shape["block_size"] if share else 0
+    assume(max(new) * heads[0] // heads[1] > 64)  # otherwise no tall tile
+    shared = min(lens) // block_size if share else 0
     sharers = [(list(range(len(lens))), shared)] if shared and len(lens) > 1 else []
-    return make_batch(lens=lens, new=new, shared=sharers, **shape, **changes)
+    return make_batch(
+        heads=heads, head_dim=head_dim, block_size=block_size, layout=layout, q_dtype=q_dtype, lens=lens, new=new,
+        shared=sharers, seed=seed, **changes,
+    )  # fmt: skip
 
 
-def with_sinks(masks, batch):
-    heads = batch.heads[0]
-    return {**masks, **({"sinks": torch.linspace(-2, 2, heads, device="cuda")} if "sinks" in masks else {})}
+def masks_of(shape, data):
+    """Draw values for the masks of a shape."""
+    values = {"window": st.integers(1, 900), "soft_cap": st.floats(0.5, 30.0)}
+    masks = {name: data.draw(values[name]) for name in shape[5] if name in values}
+    if "sinks" in shape[5]:
+        masks["sinks"] = torch.linspace(-2, 2, shape[0][0], device="cuda")
+    return masks
 
 
 def took_fast_path(plan, precision="full"):
@@ -127,29 +139,26 @@ def took_fast_path(plan, precision="full"):
 
 
 @gpu
-@given(st.lists(SEQUENCE, min_size=1, max_size=5), SHAPE, MASKS, st.booleans(),
-       st.sampled_from([torch.bfloat16, torch.float16]))  # fmt: skip
+@by_shape
+@given(st.lists(SEQUENCE, min_size=1, max_size=5), st.booleans(), st.integers(0, 99), st.data())
 @many
-def test_ragged_batches(make_batch, sequences, shape, masks, share, dtype):
-    batch = make(make_batch, sequences, shape, share, kv_dtype=dtype)
-    plan = check(batch, limit=2e-2, **with_sinks(masks, batch))
+def test_ragged_batches(make_batch, shape, sequences, share, seed, data):
+    batch = make(make_batch, shape, sequences, share, seed, kv_dtype=shape[4])
+    plan = check(batch, limit=2e-2, scale=data.draw(st.floats(0.02, 0.3)), **masks_of(shape, data))
     tall = 128 in plan.device_plan.heights and max(batch.new) > 8
     assert took_fast_path(plan) == tall
 
 
 @gpu
-@given(st.lists(SEQUENCE, min_size=1, max_size=4), SHAPE, MASKS, st.booleans(), st.booleans(),
-       st.sampled_from([torch.bfloat16, torch.float16]), st.sampled_from(["full", "fp8"]))  # fmt: skip
+@by_shape
+@pytest.mark.parametrize("precision", ["full", "fp8"])
+@given(st.lists(SEQUENCE, min_size=1, max_size=4), st.booleans(), st.integers(0, 99), st.data())
 @many
-def test_fp8_pools(make_batch, sequences, shape, masks, share, scaled, dtype, precision):
-    batch = make(make_batch, sequences, shape, share, kv_dtype=FP8, q_dtype=dtype)
-    options = with_sinks(masks, batch)
+def test_fp8_pools(make_batch, shape, precision, sequences, share, seed, data):
+    batch = make(make_batch, shape, sequences, share, seed, kv_dtype=FP8)
+    by_head = torch.linspace(0.5, 1, batch.heads[1], device="cuda")
+    options = masks_of(shape, data) | {"k_scale": by_head, "v_scale": by_head.flip(0).contiguous()}
     rounded = precision == "fp8"
-    if rounded:
-        options.pop("scale", None)  # rounded queries move the scores in proportion to them
-    if scaled:
-        by_head = torch.linspace(0.5, 1, batch.heads[1], device="cuda")
-        options |= {"k_scale": by_head, "v_scale": by_head.flip(0).contiguous()}
     check(batch, limit=0.3 if rounded else 2e-2, lse_limit=0.2 if rounded else 5e-3, precision=precision, **options)
 
 
@@ -167,10 +176,11 @@ def test_fp8_products_take_the_fast_kernel(make_batch, head_dim, block_size):
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP8], ids=str)
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 64)), min_size=1, max_size=12), st.booleans(),
-       st.sampled_from([torch.bfloat16, torch.float16, FP8]), st.randoms(use_true_random=False))  # fmt: skip
+       st.randoms(use_true_random=False))  # fmt: skip
 @many
-def test_draft_trees(make_batch, sequences, share, dtype, random):
+def test_draft_trees(make_batch, dtype, sequences, share, random):
     lens, new = tuple(c + n for c, n in sequences), tuple(n for _, n in sequences)
     shared = min(c for c, _ in sequences) // 16 if share and len(lens) > 1 else 0
     batch = make_batch(heads=(8, 2), head_dim=128, lens=lens, new=new, kv_dtype=dtype,

@@ -35,7 +35,8 @@ def load(path: Path) -> tuple[dict[str, Times], dict[str, float]]:
             numbers = {k: float(v) for k, v in row.items() if k not in ("case", "name", "failed")}
             if row["case"] == CEILING:
                 dtype = row["name"].removeprefix("dense_")
-                ceilings[dtype] = max(ceilings.get(dtype, 0.0), numbers["tflops"])
+                if not math.isnan(numbers["tflops"]):
+                    ceilings[dtype] = max(ceilings.get(dtype, 0.0), numbers["tflops"])
             else:
                 cases.setdefault(row["case"], {})[row["name"]] = numbers
     return cases, ceilings

@@ -36,7 +36,8 @@ def test_a_case_is_set_beside_fa3_and_the_dense_product(docs, tmp_path):
     write_run(
         tmp_path / "extend.csv", ("dense matrix product", "dense_bf16", math.nan, 1.0, 700.0),
         ("dense matrix product", "dense_bf16", math.nan, 1.0, 800.0),
-        ("dense matrix product", "dense_fp8", math.nan, math.nan, math.nan), ("4 x 4096 new", "radixpool", 1e-3, 900.0, 600.0),
+        ("dense matrix product", "dense_fp8", math.nan, math.nan, math.nan),
+        ("4 x 4096 new", "radixpool", 1e-3, 900.0, 600.0),
         ("4 x 4096 new", "fa3", 1e-3, 990.0, 550.0), ("4 x 4096 new", "radixpool_plain", 1e-3, 1800.0, 300.0),
         ("4 x 4096 new", "sglang_triton", 1e-3, 9900.0, 55.0),
     )  # fmt: skip

@@ -18,10 +18,11 @@ from radixpool.rpc.pool_types import KvDtype
 from radixpool.rpc.worker import model as worker_model
 from radixpool.rpc.worker.cache_port import LocalPort
 from radixpool.rpc.worker.engine import Engine
-from radixpool.rpc.worker.errors import OutOfMemory
+from radixpool.rpc.worker.errors import DeviceLost, OutOfMemory
 from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.model import ModelRunner, end_of_sequence_ids, load_model, rows_for_stable_sums
 from radixpool.rpc.worker.model_source import ModelUnavailable, find_model, pool_spec_for
+from radixpool.rpc.worker.process import _drive
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource
 from radixpool.rpc.worker.sampling import TokenSampler
 
@@ -223,6 +224,18 @@ def batch_of_one(system):
         block_tables=[np.zeros(1, np.int32)], sample_rows=zero,
         samplers=[system.runner.sampler(SamplingParams(max_new_tokens=1))],
     )  # fmt: skip
+
+
+class LostEngine:
+    """Its GPU fails at the first step."""
+
+    def step(self):
+        raise DeviceLost("cuda:0 has failed")
+
+
+def test_a_lost_device_ends_the_worker_and_no_step_is_tried_again():
+    with pytest.raises(DeviceLost, match="cuda:0 has failed"):
+        _drive(LostEngine(), None, None, threading.Event())
 
 
 def test_a_pool_of_another_shape_is_refused(source, model):

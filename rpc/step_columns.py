@@ -134,7 +134,8 @@ def _split_tokens(update: cache_pb2.StepUpdate, rows: int) -> list[bytes]:
 
 def _cut(packed: bytes, item: np.dtype[np.void]) -> list[bytes]:
     """Return the items of a column as bytes. Numpy does it in a tenth of the time of slices."""
-    return np.frombuffer(packed, item).tolist()
+    items: list[bytes] = np.frombuffer(packed, item).tolist()
+    return items
 
 
 def _first_twins(handles: list[bytes]) -> tuple[int, int]:

@@ -56,6 +56,33 @@ def test_compiles_for_hopper(tmp_path, head_dim, block_size, features, dtype):
     assert found["spilled"] <= SPILL_LIMIT
 
 
+FP8_SCRIPT = """
+import json, sys, torch
+from radixpool.kernels import AttentionSpec
+from radixpool.kernels.build import compile_source
+from radixpool.kernels.extend_build import extend_source
+from radixpool.kernels.extend_plan import fp8_config
+spec = AttentionSpec(**json.loads(sys.argv[1]), q_dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+source, options = extend_source(spec, fp8_config(spec, 90), "fp8", **json.loads(sys.argv[2]))
+kernel = compile_source("extend", source, 90, options)
+ptx = kernel.asm["ptx"]
+products = [line for line in ptx.splitlines() if "wgmma.mma_async" in line]
+counts = {"products": len(products), "fp8": sum(".e4m3.e4m3" in line for line in products)}
+counts["packed"] = ptx.count("cvt.rn.satfinite.e4m3x2")
+print(json.dumps({"spilled": kernel.spill_bytes, "shared": kernel.shared_bytes, **counts}))
+"""
+
+
+def test_fp8_products_compile_for_hopper(tmp_path):
+    """Both products take e4m3; weights are packed by pairs, four to a register: 32 conversions a tile and consumer."""
+    shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
+    found = compiled(tmp_path, FP8_SCRIPT, shape, {"lse": True})
+    assert found["products"] >= 40 and found["fp8"] == found["products"]
+    assert found["packed"] >= 2 * 3 * 32
+    assert found["shared"] <= 227 * 1024
+    assert found["spilled"] <= SPILL_LIMIT
+
+
 MODEL_SCRIPT = """
 import json, sys, torch
 from radixpool.kernels import AttentionSpec
@@ -72,5 +99,5 @@ print(json.dumps(found))
 def test_a_model_is_built_with_its_fast_kernels(tmp_path):
     shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
     found = compiled(tmp_path, MODEL_SCRIPT, shape)
-    assert "extend_bfloat16_d128" in found
+    assert "extend_bfloat16_d128" in found and "extend_fp8_d128" in found and "turn_d128" in found
     assert found["widen_d128"] == 0

@@ -95,7 +95,10 @@ def produce(
     PAGE: gl.constexpr, STEP: gl.constexpr, BN: gl.constexpr, COLUMNS: gl.constexpr, BOX: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr, SHIFT: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
-    """Gather the pages of K, or of V, for every tile of every entry."""
+    """Gather the pages of K, or of V, for every tile of every entry.
+
+    SHIFT: see `copy_tile`. The barrier that frees a tile frees the values of the tile before: BEHIND is 1 for V.
+    """
     PAGES: gl.constexpr = BN // PAGE
     COLS: gl.constexpr = COLUMNS // BOX
     BITS: gl.constexpr = buffer.dtype.primitive_bitwidth
@@ -119,40 +122,14 @@ def produce(
             mbarrier.expect(barrier, BN * COLUMNS * BITS // 8)
             if i == 0:
                 copy_tile(
-                    desc,
-                    boxes,
-                    barrier,
-                    table,
-                    pos,
-                    end,
-                    head,
-                    first_box,
-                    BLOCK_SIZE,
-                    PAGE,
-                    PAGES,
-                    COLS,
-                    BOX,
-                    True,
+                    desc, boxes, barrier, table, pos, end, head, first_box, BLOCK_SIZE, PAGE, PAGES, COLS, BOX, True,
                     SHIFT,
-                )
+                )  # fmt: skip
             else:
                 copy_tile(
-                    desc,
-                    boxes,
-                    barrier,
-                    table,
-                    pos,
-                    end,
-                    head,
-                    first_box,
-                    BLOCK_SIZE,
-                    PAGE,
-                    PAGES,
-                    COLS,
-                    BOX,
-                    False,
+                    desc, boxes, barrier, table, pos, end, head, first_box, BLOCK_SIZE, PAGE, PAGES, COLS, BOX, False,
                     SHIFT,
-                )
+                )  # fmt: skip
             step += 1
 
 

@@ -59,7 +59,7 @@ def produce_values(
             stage = step % STAGES
             barrier = full.index(stage)
             chunk = gl.load(places + tiles - 1 - i)
-            turn = step + 1
+            turn = step + 1  # as in `produce`: values are freed with the keys of the next tile
             mbarrier.wait(empty.index(turn % STAGES), ((turn // STAGES) & 1) ^ 1)
             mbarrier.expect(barrier, BN * COLUMNS)
             copy_box(desc, [chunk, head, 0, 0], barrier, boxes.index(stage))
@@ -103,7 +103,11 @@ def soften_rows(s, top, total, qk_scale, BN: gl.constexpr, MASKED: gl.constexpr,
 
 @gluon.jit
 def as_operand(p, BN: gl.constexpr, layout: gl.constexpr):
-    """Return weights as e4m3 operand. Key 8 a + 2 t + b of 16 becomes 4 t + 2 a + b: both lie in thread t of a quad."""
+    """Return weights as e4m3, four to a word. Key 8 a + 2 t + b of 16 becomes 4 t + 2 a + b: both in thread t of a quad.
+
+    Words, of which every fourth holds something, because Triton takes 8-bit values apart that a loop carries. Not pure:
+    the conversion stays before the wait for the product.
+    """
     p = p.reshape([ROWS, BN // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, BN])
     p = gl.convert_layout(p, layout, assert_trivial=True)
     return gl.inline_asm_elementwise(
@@ -115,7 +119,10 @@ def as_operand(p, BN: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def settle(words, nothing):
-    """Return the same words in registers that no product in flight reads; `nothing` is a hidden zero."""
+    """Return the same words, after the product; `nothing` is a zero that the compiler can't see.
+
+    Otherwise ptxas packs them into registers that the product in flight still reads, and then runs products one by one.
+    """
     return gl.inline_asm_elementwise(
         "xor.b32 $0, $4, $8; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;", "=r,=r,=r,=r,r,r,r,r,r,r,r,r",
         [words, nothing], dtype=gl.int32, is_pure=False, pack=4,
@@ -124,7 +131,7 @@ def settle(words, nothing):
 
 @gluon.jit
 def unpack(words):
-    """Return the e4m3 operand that `pack_weights` packed."""
+    """Return the e4m3 operand that `as_operand` packed."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.float8e4nv, is_pure=False, pack=4
     )  # fmt: skip

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
+SLACK = gl.constexpr(8.0)  # in the long loop the maximum follows when it would rise by so much: weights up to 2**SLACK
 ROWS = gl.constexpr(64)  # rows of one consumer: the M of one wgmma
 ENTRY = gl.constexpr(8)  # fields of one entry; see extend_plan.py
 
@@ -39,7 +40,10 @@ def sum_in_thread(p, BN: gl.constexpr):
 
 @gluon.constexpr_function
 def rescale_asm(count):
-    """Return assembly that multiplies `count` values by factors, skipped where all factors of the warp are 1."""
+    """Return assembly that multiplies `count` values by factors, skipped where all factors of the warp are 1.
+
+    A thread holds two rows of the wgmma layout; its values 0 and 2 lie in different ones.
+    """
     tests = "".join(f"setp.ne.or.f32 p, ${2 * count + i}, 0f3F800000, p;" for i in (0, 2))
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     return (
@@ -71,7 +75,7 @@ def soften(s, top, total, qk_scale, BN: gl.constexpr, MASKED: gl.constexpr, CAP:
         scale = LOG2E
     new_top = gl.max(s, 1) * scale
     if not MASKED:
-        new_top = gl.where(new_top > top + 8.0, new_top, top)
+        new_top = gl.where(new_top > top + SLACK, new_top, top)
     else:
         new_top = gl.maximum(top, new_top)
     base = new_top

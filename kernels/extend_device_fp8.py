@@ -103,7 +103,7 @@ def soften_rows(s, top, total, qk_scale, BN: gl.constexpr, MASKED: gl.constexpr,
 
 @gluon.jit
 def as_operand(p, BN: gl.constexpr, layout: gl.constexpr):
-    """Return weights as e4m3, four to a word. Key 8 a + 2 t + b of 16 becomes 4 t + 2 a + b: both in thread t of a quad.
+    """Return weights as e4m3, four to a word. Key 8 a + 2 t + b of 16 becomes 4 t + 2 a + b, in the same thread t.
 
     Words, of which every fourth holds something, because Triton takes 8-bit values apart that a loop carries. Not pure:
     the conversion stays before the wait for the product.

@@ -203,7 +203,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     ticks = [0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
     axes.minorticks_off()
-    axes.legend(loc="lower right", fontsize="small")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.07), ncols=4, fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
 

@@ -59,10 +59,10 @@ def case_row(case: Case, times: Times, ceilings: dict[str, float]) -> list[str]:
     us, low, high = (value(times, "radixpool", c) for c in ("us", "low_us", "high_us"))
     tflops = value(times, "radixpool", "tflops")
     plain = value(times, "radixpool_plain", "us") / us
-    share = 100 * tflops / ceilings.get("bf16", math.nan)
+    share = cell(100 * tflops / ceilings.get("bf16", math.nan))
     peers = [cell(value(times, name, "tflops")) for name in PEERS]
     return [
-        case.name, f"{us:.0f} ({low:.0f} to {high:.0f})", cell(tflops), f"{cell(share)} %",
+        case.name, f"{us:.0f} ({low:.0f} to {high:.0f})", cell(tflops), f"{share} %" if share != "-" else share,
         f"**{cell(speed(times, 'radixpool'), 2)}**", cell(plain, 2), *peers,
     ]  # fmt: skip
 
@@ -98,7 +98,7 @@ def fp8_table(cases: dict[str, Times], ceilings: dict[str, float]) -> str:
             f"{cell(share)} %", error("radixpool_fp8"), f"**{cell(speed(t, 'radixpool_fp8'), 2)}**", *own("fa3"),
             error("fa3"),
         ])  # fmt: skip
-    return table(head, rows)
+    return table(head, rows) if rows else "(no such case in this run)"
 
 
 def replace_between(text: str, name: str, block: str) -> str:
@@ -140,7 +140,7 @@ def main() -> None:
     cases, ceilings = load(folder / "extend.csv")
     page, data, image = DOCS / "performance-extend.md", DOCS / "data" / "extend.csv", DOCS / "images" / "extend.png"
     text = page.read_text()
-    dense = ", ".join(f"{cell(tflops)} TFLOP/s in {dtype}" for dtype, tflops in ceilings.items())
+    dense = ", ".join(f"{cell(tflops)} TFLOP/s in {dtype}" for dtype, tflops in ceilings.items()) or "not timed"
     blocks = {
         "ceiling": f"Dense products of 8192 by 8192 matrices in the same run: {dense}.",
         "cases": main_table(cases, ceilings),

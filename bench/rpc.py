@@ -125,7 +125,7 @@ def show(rows: list[Row], console: Console) -> None:
 def main(rounds: int, repeats: int, large: int, no_directory: bool, json_path: Path | None) -> None:
     """Run the benchmark."""
     cores = sorted(os.sched_getaffinity(0))
-    core = cores[0] if len(cores) > 1 else None
+    core = cores[-1] if len(cores) > 1 else None  # the first one often has the machine's interrupts as well
     rows: list[Row] = []
     trees = [("empty", SMALL_POOL_BLOCKS, 0)] + ([(f"{large:,} blocks", large, large)] if large else [])
     with tempfile.TemporaryDirectory(prefix="rpbench") as folder, Progress(console=Console(stderr=True)) as progress:
@@ -136,7 +136,7 @@ def main(rounds: int, repeats: int, large: int, no_directory: bool, json_path: P
                 directory = None if no_directory else Path(folder) / f"{transport}-{filled}"
                 with load.running(listen, num_blocks, directory=directory, core=core) as manager:
                     if core is not None:
-                        os.sched_setaffinity(0, set(cores[1:]))
+                        os.sched_setaffinity(0, set(cores[:-1]))
                     with Client(manager.address) as client:
                         load.fill(client, filled)
                     bench = Bench(manager, transport, tree, repeats=repeats)

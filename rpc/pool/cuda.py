@@ -126,7 +126,11 @@ class CudaDevice:
                     f"cuda:{self._index} cannot map the pool ({self._reason(code)}): its holder is gone, or in another "
                     "container whose memory this one must not see"
                 )
-            self._check("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(actual), pointer)
+            try:
+                self._check("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(actual), pointer)
+            except PoolMemoryError:
+                self.close(pointer.value)
+                raise
         end = base.value + actual.value
         if pointer.value + size_bytes > end:
             self.close(pointer.value)

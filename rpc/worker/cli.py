@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from radixpool.rpc import limits
 from radixpool.rpc.cli.device_option import device_option
 from radixpool.rpc.cli.options import address_option, usage_errors
 from radixpool.rpc.cli.running import announce, log_as, log_options, ready_fd_option, stop_on_signals
@@ -54,7 +55,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="Room that a request gets ahead of its answer.",
 )
-@click.option("--max-running", type=click.IntRange(1), default=64, show_default=True, help="Requests in one batch.")
+@click.option(
+    "--max-running",
+    type=click.IntRange(1, limits.MAX_STEP_ROWS),
+    default=64,
+    show_default=True,
+    help="Requests in one batch.",
+)
 @click.option("--max-waiting", type=click.IntRange(0), default=256, show_default=True, help="Requests in the queue.")
 @click.option(
     "--credentials",
@@ -96,15 +103,12 @@ def command(
     """
     log_as("worker", name, level=log_level, form=log_format)
     source = find_model(model)
-    if attention == "triton" and not device.is_cuda:
+    kernels: Backend = attention or ("triton" if device.is_cuda else "torch")
+    if kernels == "triton" and not device.is_cuda:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-    try:
-        import torch
+    _load_torch(threads)
+    from radixpool.rpc.worker.process import WorkerOptions, check_options, run_worker
 
-        from radixpool.rpc.worker.process import WorkerOptions, check_options, run_worker
-    except ImportError as error:
-        raise click.ClickException(f"a worker needs {error.name}: pip install 'radixpool[worker]'") from error
-    torch.set_num_threads(threads)
     with usage_errors():
         options = WorkerOptions(
             manager=address,
@@ -121,10 +125,19 @@ def command(
             stop=stop_on_signals(),
         )
         check_options(options)
-    kernels = attention or ("triton" if device.is_cuda else "torch")
     what = f"{source.name} on {device}, {kernels} attention"
     run_worker(
         source,
         options,
         on_ready=lambda at: announce(f"radixpool worker ready on {at} ({what})", at, ready_fd=ready_fd),
     )
+
+
+def _load_torch(threads: int) -> None:
+    try:
+        import torch
+
+        import radixpool.rpc.worker.process  # noqa: F401  # which needs the rest of the extra
+    except ImportError as error:
+        raise click.ClickException(f"a worker needs {error.name}: pip install 'radixpool[worker]'") from error
+    torch.set_num_threads(threads)

@@ -342,11 +342,13 @@ class Engine:
         if sequence.error is not None:
             self._end(sequence, sequence.error)
             return
+        if sequence.finish_reason is not None and sequence.starved_since is not None:
+            return  # the last token goes out with the end: a client that lost the sequence in between would go on
         events = sequence.call.events
         if sequence.streamed < len(sequence.tokens):
             events.put(GenerateTokens(tuple(sequence.tokens[sequence.streamed :])))
             sequence.streamed = len(sequence.tokens)
-        if sequence.finish_reason is not None and sequence.starved_since is None:
+        if sequence.finish_reason is not None:
             self._running.remove(sequence)
             self._retry_at = 0.0
             counts = (sequence.num_prompt, sequence.cached_tokens, sequence.num_output)

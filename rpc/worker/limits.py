@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from radixpool.rpc import limits as wire_limits
 from radixpool.rpc.generation import SamplingParams
 
 
@@ -43,6 +44,8 @@ class EngineLimits:
         for name in ("reserve_tokens", "max_waiting"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.max_running > wire_limits.MAX_STEP_ROWS:  # each is a row of the report after a pass
+            raise ValueError(f"max_running must be at most {wire_limits.MAX_STEP_ROWS}, got {self.max_running}")
 
     @property
     def pool_tokens(self) -> int:

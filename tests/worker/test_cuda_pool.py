@@ -213,6 +213,14 @@ def test_memory_that_is_smaller_than_the_pool_is_unmapped_again(use_driver):
     assert driver.contexts == 0
 
 
+def test_memory_whose_size_cannot_be_had_is_unmapped_again(use_driver):
+    driver = use_driver(Driver(cuMemGetAddressRange_v2=201))
+    with pytest.raises(PoolMemoryError, match="cuMemGetAddressRange_v2 failed: CUDA_ERROR_INVALID_CONTEXT"):
+        attach(offered(), expected=SPEC, device=GPU)
+    assert driver.calls.count("cuIpcCloseMemHandle") == 1
+    assert driver.contexts == 0
+
+
 @pytest.mark.parametrize("length", [0, 63, 65])
 def test_a_handle_of_another_length_never_reaches_the_driver(use_driver, length):
     driver = use_driver(Driver())

@@ -6,10 +6,12 @@ import pytest
 
 from radixpool.radix import Namespace, PoolExhausted, UnknownSequence
 from radixpool.rpc.errors import LimitExceeded
-from radixpool.rpc.generation import FinishReason, SamplingParams
+from radixpool.rpc.generation import FinishReason, GenerateFinished, GenerateTokens, SamplingParams
+from radixpool.rpc.limits import MAX_STEP_ROWS
 from radixpool.rpc.operations import Acquire, Acquired, GetBlockTables, Release
 from radixpool.rpc.worker.cache_port import CacheLost
 from radixpool.rpc.worker.errors import DeviceLost, InternalError, OutOfMemory
+from radixpool.rpc.worker.limits import EngineLimits
 
 
 def greedy(n: int, **rest: object) -> SamplingParams:
@@ -220,6 +222,31 @@ def test_a_borrowed_sequence_that_gets_no_block_fails_after_the_stall_timeout(ma
     assert isinstance(answer.error, LimitExceeded)
     assert len(answer.tokens) == 1
     assert harness.engine.status().running_sequences == 0
+
+
+def test_the_last_token_of_a_borrowed_sequence_comes_with_the_end(make_harness, answer_of, expected_tokens):
+    """Whoever had it and lost the sequence before the end would let a worker go on behind it."""
+    harness = make_harness(num_blocks=4)
+    acquired = harness.port.batch([Acquire([1] * 8, Namespace())])[0]
+    other = harness.port.batch([Acquire([2] * 8, Namespace())])[0]
+    call = harness.submit_handle(acquired.handle, 1)
+    harness.step()
+    harness.step()
+    answer = answer_of(call)
+    assert answer.started is not None
+    assert answer.tokens == []
+    harness.port.batch([Release(other.handle)])
+    harness.step()
+    events = [call.events.get_nowait() for _ in range(call.events.qsize())]
+    assert [type(event) for event in events] == [GenerateTokens, GenerateFinished]
+    assert list(events[0].tokens) == expected_tokens([1] * 8, greedy(1))
+
+
+def test_more_running_sequences_than_a_step_has_rows_are_refused():
+    sizes = {"num_blocks": 1, "block_size": 1, "context_tokens": 1, "vocab_size": 1}
+    EngineLimits(**sizes, max_running=MAX_STEP_ROWS)
+    with pytest.raises(ValueError, match=f"max_running must be at most {MAX_STEP_ROWS}, got {MAX_STEP_ROWS + 1}"):
+        EngineLimits(**sizes, max_running=MAX_STEP_ROWS + 1)
 
 
 def test_cancelling_gives_the_blocks_back_and_keeps_what_was_committed(make_harness, answer_of):

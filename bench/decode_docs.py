@@ -172,9 +172,9 @@ def notes(cases: dict[str, Times]) -> str:
     return "\n".join(lines)
 
 
-def replace_between(text: str, name: str, block: str) -> str:
-    """Return `text` with what stands between the marks of `name` replaced."""
-    begin, end = f"<!-- {name}: made by bench/decode_docs.py -->\n", f"\n<!-- end of {name} -->"
+def replace_between(text: str, name: str, block: str, *, script: str = "decode_docs.py") -> str:
+    """Return `text` with what stands between the marks of `name`, made by `script`, replaced."""
+    begin, end = f"<!-- {name}: made by bench/{script} -->\n", f"\n<!-- end of {name} -->"
     before, rest = text.split(begin, 1)
     return before + begin + "\n" + block + "\n" + end + rest.split(end, 1)[1]
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from decode_docs import table
+from decode_docs import replace_between, table
 from extend_cases import FP8, SUITES, Case
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -101,13 +101,6 @@ def fp8_table(cases: dict[str, Times], ceilings: dict[str, float]) -> str:
     return table(head, rows) if rows else "(no such case in this run)"
 
 
-def replace_between(text: str, name: str, block: str) -> str:
-    """Return `text` with what stands between the marks of `name` replaced."""
-    begin, end = f"<!-- {name}: made by bench/extend_docs.py -->\n", f"\n<!-- end of {name} -->"
-    before, rest = text.split(begin, 1)
-    return before + begin + "\n" + block + "\n" + end + rest.split(end, 1)[1]
-
-
 def plot(cases: dict[str, Times], ceilings: dict[str, float], path: Path) -> None:
     """Plot TFLOP/s: a row per case, a mark per implementation, the dense products as lines."""
     import matplotlib
@@ -147,7 +140,7 @@ def main() -> None:
         "fp8": fp8_table(cases, ceilings),
     }
     for name, block in blocks.items():
-        text = replace_between(text, name, block)
+        text = replace_between(text, name, block, script="extend_docs.py")
     page.write_text(text)
     if (folder / "extend.csv").resolve() != data.resolve():
         shutil.copy(folder / "extend.csv", data)

@@ -121,6 +121,7 @@ def check_tree(tree: TreeMask, plan: ForestPlan, q: Tensor) -> None:
     """Check that a mask of draft trees has one entry a row, on the device of `q`, and that no tree is too large."""
     check_size("tree.nodes", 0, tree.nodes, plan.num_rows, "query tokens of the plan")
     check_device("tree.nodes", tree.nodes, q.device)
+    check_last_stride("tree.nodes", tree.nodes)
     if plan.query_lens.size and plan.query_lens.max() > MAX_TREE_NODES:
         longest = int(plan.query_lens.max())
         raise ValueError(f"tree: expected at most {MAX_TREE_NODES} query tokens a sequence, got {longest}")

@@ -6,7 +6,6 @@ Imported only where the fast path is taken (Hopper, Triton with Gluon).
 from __future__ import annotations
 
 import functools
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from radixpool.kernels.extend_device import extend_tiles
 from radixpool.kernels.extend_device_fp8 import extend_tiles_fp8
 from radixpool.kernels.extend_plan import BOX_COLUMNS, ENTRY, FP8_BOX_COLUMNS, ExtendConfig, ExtendSchedule
 from radixpool.kernels.spec import AttentionSpec, Precision
-from radixpool.kernels.variant import KernelVariant
+from radixpool.kernels.variant import KernelVariant, alignment_of
 
 BOX_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FP8_VALUE_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=4)
@@ -120,8 +119,7 @@ def launch_extend(
         scale, v_factor, float(soft_cap), window, q.stride(0), q.stride(1), tables.stride(0), head_stride(k_scale),
         head_stride(v_scale),
     )  # fmt: skip
-    alignment = functools.reduce(operator.or_, (t.data_ptr() for t in tensors)) % 16
-    kind = (q.device.index, alignment, q.stride(0) % 16 == 0, q.stride(1) % 16 == 0)
+    kind = (q.device.index, alignment_of([t.data_ptr() for t in tensors]), q.stride(0) % 16 == 0, q.stride(1) % 16 == 0)
     kernel = variant.kernel_for((*descriptors, *tensors, *numbers), kind)
     kernel[(schedule.programs, 1, 1)](*descriptors, *tensors, *numbers, *variant.values)
 

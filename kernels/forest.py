@@ -29,7 +29,8 @@ TallKernel = Literal["plain", "persistent"]
 
 # An item is 16 int32 (one cache line serves two): row start, rows (0: nothing to do), table, begin, end, first part
 # (-1: writes the output), for the first item of a program how many more it has and where they lie, query tokens after
-# its last row, tokens that all its rows see, and room. A row is 4: row of q, sequence, query tokens after it, 0.
+# its last row, tokens that all its rows see, and room. A row is 4: row of q, sequence, query tokens of the sequence
+# after it, all query tokens of the sequence.
 RECORD, ROW_RECORD = 16, 4
 TO_THE_END = np.iinfo(np.int32).max  # `end` of a sequence's last item: it grows with the length on the device
 ITEM_OVERHEAD_BYTES = 32 * 1024
@@ -330,8 +331,7 @@ def build_forest(
     everyone = len(active) == len(lens)
     batch = (tables, lens64, new) if everyone else (tables[active], lens64[active], new[active])
     order, segments = find_segments(*batch, spec, min_gain_bytes=min_gain_bytes)
-    order = active[order]
-    segments.table = active[segments.table]
+    order, segments.table = active[order], active[segments.table]
     if len(order) == num_rows:
         sorted_rows = query_starts[order].astype(np.int64)
     else:
@@ -365,11 +365,11 @@ def build_forest(
         done += int(program[-1])
     of_row = row_seq[sorted_rows]
     row_fields = {0: sorted_rows, 1: of_row, 2: row_back[sorted_rows], 3: new[of_row]}
-    lengths = segments.end - segments.begin
     return Forest(
         items=items, programs={h: len(p) - 1 for h, p in starts.items()},
         rows=table_of(row_fields, num_rows, ROW_RECORD),
         merge_rows=sorted_rows[merge_rows].astype(np.int32), merge_starts=merge_starts.astype(np.int32),
-        merge_parts=merge_parts.astype(np.int32), num_parts=num_parts, unique_tokens=int(lengths.sum()),
-        growable=int(segments.leaf.sum()) == len(active), tall=tall and not apart, tall_sms=tall_sms,
+        merge_parts=merge_parts.astype(np.int32), num_parts=num_parts,
+        unique_tokens=int((segments.end - segments.begin).sum()), growable=int(segments.leaf.sum()) == len(active),
+        tall=tall and not apart, tall_sms=tall_sms,
     )  # fmt: skip

@@ -33,8 +33,8 @@ def compiler() -> str | None:
 
 def cache_folder() -> Path:
     """Return where compiled code is kept: Triton's cache."""
-    home = Path(os.environ.get("TRITON_HOME") or Path.home())
-    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    named = os.environ.get("TRITON_CACHE_DIR")
+    return Path(named or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache")
 
 
 def compile_library(source: str, options: tuple[str, ...], target: Path, cc: str) -> None:
@@ -74,6 +74,6 @@ def load(names: tuple[str, ...], constants: tuple[tuple[str, float], ...]) -> ct
     """Return the library of `build`, or None where it can't be compiled (logged once: planning is then slower)."""
     try:
         return ctypes.CDLL(str(build(names, dict(constants))))
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: a user without a home
         LOG.warning("%s.c is not compiled, numpy does its work, slower: %s", names[-1], error)
         return None

@@ -139,13 +139,13 @@ def extend(
         checked_output("out", out, q, (*q.shape[:2], plan.spec.v_head_dim), q.dtype)
         if lse is not None:
             checked_output("lse", lse, q, tuple(q.shape[:2]), torch.float32)
-        if tree is not None:
-            checks.check_tree(tree, plan, q)
-            if alibi_slopes is not None:
-                raise ValueError("alibi_slopes: expected None with a tree: its nodes have no distances in a line")
+        if tree is not None and alibi_slopes is not None:
+            raise ValueError("alibi_slopes: expected None with a tree: its nodes have no distances in a line")
         if len(plan.checked) >= MAX_KINDS:
             plan.checked.clear()
         plan.checked.add(kind)
+    if tree is not None:  # another one each step, so it is no part of the kind
+        checks.check_tree(tree, plan, q)
     if out is None:
         out = torch.empty((*q.shape[:2], plan.spec.v_head_dim), dtype=q.dtype, device=q.device)
     if debug:

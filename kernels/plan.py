@@ -49,7 +49,7 @@ class ForestPlan:
     forest: Forest | None = None
     device_plan: DevicePlan | None = None
     checked: set[Any] = field(default_factory=set)
-    fast: Any = None  # the fast extend path of this cut (see extend_path.py); None: not yet asked for
+    fast: Any = None  # the fast extend path of this cut (see extend_path.py); None: not yet asked for, False: never
     watch: StepWatch | None = None  # tells steps that only grow from new batches; made at the first
     decoding: bool = False  # one query token a sequence
 
@@ -138,6 +138,7 @@ class ForestPlan:
 
     def cut(self, tables: Int32Array, seq_lens: Any, query_lens: Any | None) -> None:
         """Check the batch and make this its plan: cut it into items and upload them (Triton), and keep copies."""
+        self.watch = None  # it may have followed a batch that is refused below
         lens, new, starts = checked_batch(tables, seq_lens, query_lens, self.spec)
         if self.capacity is not None:
             self.capacity.check(tables, starts)
@@ -146,7 +147,7 @@ class ForestPlan:
             if self.device_plan is None:
                 self.device_plan = DevicePlan(self.spec, self.device, self.config_of, self.capacity)
             tables = self.device_plan.upload(forest, tables, lens)
-            self.forest, self.fast, self.watch = forest, None, None
+            self.forest, self.fast = forest, None
         else:
             tables = tables.copy()
         self.block_tables, self.seq_lens, self.query_lens, self.query_starts = tables, lens, new, starts

@@ -8,7 +8,6 @@ its end.
 from __future__ import annotations
 
 import functools
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.rope import RoPE
 from radixpool.kernels.spec import AttentionSpec, Precision
 from radixpool.kernels.tree_mask import TreeMask
-from radixpool.kernels.variant import INTERPRETED, KernelVariant, Launch
+from radixpool.kernels.variant import INTERPRETED, KernelVariant, Launch, alignment_of
 
 Scale = float | Tensor | None
 
@@ -115,17 +114,6 @@ def merge_variant(spec: AttentionSpec, config: MergeConfig, features: Features, 
     if chained:
         options["launch_pdl"] = True
     return KernelVariant(merge_partials, constants, options)
-
-
-def alignment_of(addresses: list[int]) -> int | tuple[bool, ...]:
-    """Return which addresses are multiples of 16, which Triton compiles for; 0 if all are.
-
-    >>> alignment_of([32, 64]), alignment_of([32, 40]), alignment_of([40, 32])
-    (0, (True, False), (False, True))
-    """
-    if functools.reduce(operator.or_, addresses) % 16 == 0:
-        return 0
-    return tuple(a % 16 == 0 for a in addresses)
 
 
 def as_pairs(pool: Tensor) -> Tensor:

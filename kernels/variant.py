@@ -7,6 +7,8 @@ once.
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from typing import Any
 
@@ -22,8 +24,19 @@ def specialisation(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):
-        return 1 if value == 1 else value % 16 == 0, value < 2**31
+        return "one" if value == 1 else value % 16 == 0, value < 2**31  # not 1, which equals True
     return None
+
+
+def alignment_of(addresses: list[int]) -> int | tuple[bool, ...]:
+    """Return which addresses are multiples of 16, which Triton compiles for; 0 if all are.
+
+    >>> alignment_of([32, 64]), alignment_of([32, 40]), alignment_of([40, 32])
+    (0, (True, False), (False, True))
+    """
+    if functools.reduce(operator.or_, addresses) % 16 == 0:
+        return 0
+    return tuple(a % 16 == 0 for a in addresses)
 
 
 class KernelVariant:

@@ -76,6 +76,12 @@ def test_bad_masks_are_refused_before_any_launch(make_batch):
     batch = make_batch(lens=(100,), new=(4,))
     with pytest.raises(ValueError, match=r"tree\.nodes"):
         extend(batch.q, batch.k_pool, batch.v_pool, batch.plan(), tree=TreeMask(rows))
+    plan = batch.plan()
+    extend(batch.q, batch.k_pool, batch.v_pool, plan, tree=TreeMask(rows[:4]))
+    with pytest.raises(ValueError, match=r"tree\.nodes: expected size 4"):
+        extend(batch.q, batch.k_pool, batch.v_pool, plan, tree=TreeMask(rows[:3]))
+    with pytest.raises(ValueError, match=r"tree\.nodes: expected stride 1"):
+        extend(batch.q, batch.k_pool, batch.v_pool, plan, tree=TreeMask(rows[:8:2]))
     with pytest.raises(TypeError, match="nodes"):
         TreeMask(rows.int())
     with pytest.raises(ValueError, match=r"parents\[0\]\[1\]"):

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed: the torch backend runs alone")
 
 from radixpool.kernels import variant as module
-from radixpool.kernels.variant import KernelVariant, Launch
+from radixpool.kernels.variant import KernelVariant, Launch, specialisation
 
 
 class Recorder:
@@ -58,3 +58,10 @@ def test_a_profiler_that_listens_sees_every_launch(recorder, launch, monkeypatch
     monkeypatch.setattr(module.knobs.runtime, "launch_enter_hook", hook)
     launch.again([1, 2], (0.5,), 99)
     assert [call[0] for call in recorder.calls] == ["bound", "bound"]
+
+
+def test_numbers_that_triton_compiles_for_differently_are_told_apart():
+    """1 becomes a constant of the code, multiples of 16 are known as such, the others are neither."""
+    one, sixteen, five = (hash(specialisation(n)) for n in (1, 16, 5))
+    assert len({one, sixteen, five}) == 3
+    assert specialisation(0) == specialisation(16) and specialisation(5) == specialisation(7)

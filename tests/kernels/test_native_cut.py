@@ -185,3 +185,17 @@ def test_code_is_compiled_once_for_equal_constants(monkeypatch, tmp_path):
     assert native.build(native_cut.SOURCES, constants) == first and first.stat().st_mtime_ns == written
     assert native.build(native_cut.SOURCES, constants | {"CUT_TOKENS": 32}) != first
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["forest_cut.so"] * 2
+
+
+def test_a_user_without_a_home_plans_in_numpy_or_in_the_cache_that_is_named(monkeypatch, tmp_path, caplog):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(native.Path, "home", no_home)
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    load = native.load.__wrapped__
+    assert load(native_cut.SOURCES, native_cut.constants()) is None
+    assert "Could not determine home directory" in caplog.text
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert load(native_cut.SOURCES, native_cut.constants()) is not None

@@ -154,3 +154,16 @@ def test_a_refused_step_changes_nothing(make_batch, backend, fixed):
             step()
         assert plan.seq_lens.tolist() == [40, 33] and plan.num_rows == 2
     batch.check(plan)
+
+
+def test_a_refused_step_with_wider_tables_leaves_no_room_behind(make_batch):
+    batch = make_batch(lens=(40, 33))
+    plan = batch.plan()
+    narrow = plan.block_tables.shape[1]
+    wider = np.pad(batch.tables.numpy(), ((0, 0), (0, 2)))
+    too_long = [16 * narrow + 1, 33]
+    with pytest.raises(ValueError, match="block_tables"):
+        plan.update(wider, [40, 4000])
+    with pytest.raises(ValueError, match="block_tables"):
+        plan.update(None, too_long)
+    assert plan.update(wider, [41, 34])

@@ -7,7 +7,7 @@ A manager runs as a process. Each kind of caller comes in turn, to a fresh manag
 `half` sends half of HTTP/2's first bytes, `idle` is a whole HTTP/2 connection without a call (as an idle gRPC channel),
 `channels` are gRPC channels that made one call, `oversize` sends messages of 64 MiB over many channels at once, and
 `largest` messages of the largest size that is allowed. The growth of the manager's resident memory is what counts; the
-issue asks for at most 64 MiB. A client that was there before must go on being answered all the while.
+aim is at most 64 MiB. A client that was there before must go on being answered all the while.
 """
 
 from __future__ import annotations

@@ -100,27 +100,22 @@ class Room(Tree):
         taken: list[bytes] | None = None,
         *,
         all_may_pay: bool = False,
-    ) -> int:
-        """Evict up to `count` blocks, tail blocks of the first victims first. Return how many went.
-
-        O(1) a block plus one policy decision a run.
-        """
-        left = count
+    ) -> None:
+        """Evict up to `count` blocks, tail blocks of the first victims first. O(1) a block plus a decision a run."""
         groups = self._groups
-        while left > 0:
+        while count > 0:
             if groups.many:
                 victim = groups.victim(requester, all_may_pay=all_may_pay)
                 if victim is None:
                     break
                 run, limit = victim
-                limit = min(limit, left)
+                limit = min(limit, count)
             else:
                 found = self._policy.victim()
                 if found is None:
                     break
-                run, limit = found, left
-            left -= self._shorten(run, limit, taken)  # type: ignore[arg-type]  # every run is a node
-        return count - left
+                run, limit = found, count
+            count -= self._shorten(run, limit, taken)  # type: ignore[arg-type]  # every run is a node
 
     def _make_free(self, count: int, *, all_may_pay: bool = False) -> list[bytes]:
         """Evict up to `count` blocks for nobody. Return which went, run by run."""

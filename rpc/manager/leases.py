@@ -16,7 +16,7 @@ from radixpool.rpc.security.identity import current_tenant
 
 
 class Lease:
-    """One epoch of one client, the handles it acquired and the requests whose replies are kept (dicts for their order).
+    """One epoch of one client, the handles it acquired and the requests whose replies are kept (in their order).
 
     No reply to a request up to `reply_floor` is kept except those in `replied`. Of a worker, `process` is watched and
     no step after `launched_step` has begun, and the cache knows its steps as those of `worker_key`.
@@ -47,9 +47,9 @@ class Lease:
         self.epoch = epoch
         self.deadline = deadline
         self.alive = True
-        # Taken from the front when the lease ends, which a plain dict does in O(what was taken before).
+        # Both are taken from at the front, which a plain dict does in O(what was taken before).
         self.handles: OrderedDict[bytes, None] = OrderedDict()
-        self.replied: dict[int, None] = {}
+        self.replied: OrderedDict[int, None] = OrderedDict()
         self.reply_floor = 0
         self.process = ProcessWatch()
         self.launched_step = 0

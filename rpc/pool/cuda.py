@@ -99,7 +99,7 @@ class CudaDevice:
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Free what `allocate` returned; nobody may have it open any more."""
+        """Free what `allocate` returned. CUDA does not define what a process that still has it open finds there."""
         with self._current():
             self._check("cuMemFree_v2", ctypes.c_uint64(pointer))
 

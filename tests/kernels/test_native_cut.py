@@ -1,5 +1,9 @@
 """The C twin of the cut: the same items as numpy's, bit for bit; steps that keep a cut; machines without a compiler."""
 
+import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -185,6 +189,21 @@ def test_code_is_compiled_once_for_equal_constants(monkeypatch, tmp_path):
     assert native.build(native_cut.SOURCES, constants) == first and first.stat().st_mtime_ns == written
     assert native.build(native_cut.SOURCES, constants | {"CUT_TOKENS": 32}) != first
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["forest_cut.so"] * 2
+
+
+def test_processes_that_compile_at_once_all_get_the_library(tmp_path):
+    """Each compiles in a folder of its own and moves the result into place, over that of another."""
+    source, target = "int seven(void) { return 7; }", tmp_path / "x" / "seven.so"
+    cc, both_started = native.compiler(), threading.Barrier(2)
+
+    def compile_and_call(_):
+        both_started.wait(30)
+        native.compile_library(source, (), target, cc)
+        return ctypes.CDLL(str(target)).seven()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(compile_and_call, range(2))) == [7, 7]
+    assert list(target.parent.iterdir()) == [target]
 
 
 def test_a_user_without_a_home_plans_in_numpy_or_in_the_cache_that_is_named(monkeypatch, tmp_path, caplog):

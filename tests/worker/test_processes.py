@@ -170,27 +170,27 @@ def test_a_worker_killed_under_load_loses_no_cached_block(system):
             turns.append(Turn(f"chat {number}", turn, np.asarray(tokens, np.uint32)))
         chats.append(tuple(turns))
     victim, survivor = system.workers
-    by_victim, killed = [], threading.Event()
-    found_before = {}
+    by_victim, found_before, turn = [], [], threading.Lock()
 
     def kill_after_a_few(outcome):
-        if outcome.worker == victim.name:
+        with turn:  # frontends report from threads of their own
+            if outcome.worker != victim.name or found_before:
+                return
             by_victim.append(outcome)
-        if len(by_victim) >= 5 and not killed.is_set():
-            killed.set()
-            found_before.update({id(o): system.matched(o.turn.tokens) for o in by_victim})
-            victim.kill()
+            if len(by_victim) == 5:
+                found_before.extend(system.matched(o.turn.tokens) for o in by_victim)
+                victim.kill()
 
     targets = [Target(worker.name, worker.address) for worker in system.workers]
     replay = Replay(targets, SamplingParams(max_new_tokens=6), on_outcome=kill_after_a_few)
     outcomes = replay.run(chats, frontends=4)
     replay.close()
-    assert killed.is_set()
+    assert found_before
     assert not victim.alive
     assert [outcome.error for outcome in outcomes] == [""] * 32
-    for outcome in by_victim:
+    for outcome, found in zip(by_victim, found_before, strict=True):
         length = len(outcome.turn.tokens)
-        assert found_before[id(outcome)] == system.matched(outcome.turn.tokens) == length - length % BLOCK
+        assert found == system.matched(outcome.turn.tokens) == length - length % BLOCK
     last = [outcome for outcome in outcomes if outcome.turn.number == 8]
     assert all(outcome.worker == survivor.name for outcome in last)
     assert all(outcome.cached_tokens >= len(outcome.turn.tokens) - 32 - BLOCK for outcome in last)

@@ -17,8 +17,6 @@ import json
 import resource
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -29,6 +27,7 @@ from pathlib import Path
 
 import click
 import grpc
+import rpc_load as load
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -66,11 +65,10 @@ class Manager:
     """`radixpool serve` as a process, with a client that was there first."""
 
     def __init__(self, listen: str, max_connections: int) -> None:
-        command = [sys.executable, "-m", "radixpool.rpc.cli", "serve", "--json", "--num-blocks", "4096"]
-        command += ["--listen", listen, "--max-connections", str(max_connections), "--log-level", "error"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.address: str = json.loads(self.process.stdout.readline())["address"]
+        options = ("--max-connections", str(max_connections), "--log-level", "error")
+        self._server = load.Manager(listen, 4096, options=options)
+        self.address = self._server.address
+        self.resident_mib = self._server.resident_mib
         self.latencies_ms: list[float] = []
         self._client = Client(self.address, options=ClientOptions(retry=NO_RETRY))
         for _ in range(200):
@@ -81,12 +79,8 @@ class Manager:
         self.base_mib = self.resident_mib()
         self._bystander.start()
 
-    def resident_mib(self) -> float:
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * resource.getpagesize() / 2**20
-
     def open_sockets(self) -> int:
-        links = Path(f"/proc/{self.process.pid}/fd").iterdir()
+        links = Path(f"/proc/{self._server.pid}/fd").iterdir()
         return sum(str(link.readlink()).startswith("socket:") for link in links)
 
     def _call(self) -> None:
@@ -102,8 +96,7 @@ class Manager:
         self._stopped.set()
         self._bystander.join()
         self._client.close()
-        self.process.kill()
-        self.process.communicate()
+        self._server.stop()
 
 
 class RawConnections:

@@ -34,7 +34,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from radixpool import Namespace, RadixCache
-from radixpool.rpc.cli.device_option import device_option, dtype_option, pool_dtype
+from radixpool.rpc.cli.device_option import device_option, dtype_option, graphed_tokens_option, pool_dtype
 from radixpool.rpc.client import Client, Session
 from radixpool.rpc.demo.supervisor import Supervisor
 from radixpool.rpc.generation import GenerateTokens, SamplingParams
@@ -290,13 +290,7 @@ def show(rows: Sequence[Row]) -> None:
 @click.option("--model", default="smollm2", show_default=True)
 @device_option("Where the model runs.")
 @dtype_option
-@click.option(
-    "--graphed-tokens",
-    type=click.IntRange(0),
-    default=256,
-    show_default=True,
-    help="On a GPU: steps of up to so many tokens run as CUDA graphs; 0 for none.",
-)
+@graphed_tokens_option
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(64),

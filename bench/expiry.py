@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -21,13 +19,14 @@ from pathlib import Path
 
 import click
 import numpy as np
+import rpc_load as load
 from rich.console import Console
 from rich.table import Table
 
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import Client, ClientOptions
 
-NUM_BLOCKS, BLOCK_SIZE, LEASE_MS = 131_072, 16, 10_000
+NUM_BLOCKS, LEASE_MS = 131_072, 10_000
 SHAPES = {"64 blocks each": (1_563, 64), "8,192 blocks each": (12, 8_192), "1 block each": (60_000, 1)}
 BATCH = 256
 BATCH_BLOCKS = 8_192
@@ -52,16 +51,10 @@ class Row:
 def measure(held: str, sequences: int, blocks_each: int) -> Row:
     """Let one client die and another one go on."""
     with tempfile.TemporaryDirectory(prefix="rpexp", dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        command = [sys.executable, "-m", "radixpool.rpc.cli", "serve", "--json", "--listen", f"unix:{folder}/m.sock"]
-        command += ["--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE), "--log-level", "error"]
-        command += ["--lease-ttl-ms", str(LEASE_MS), "--directory", f"{folder}/directory"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as manager:
-            assert manager.stdout is not None
-            address = json.loads(manager.stdout.readline())["address"]
-            try:
-                return _measure(address, held, sequences, blocks_each)
-            finally:
-                manager.kill()
+        options = ("--lease-ttl-ms", str(LEASE_MS), "--log-level", "error")
+        directory = Path(folder) / "directory"
+        with load.running(f"unix:{folder}/m.sock", NUM_BLOCKS, directory=directory, options=options) as manager:
+            return _measure(manager.address, held, sequences, blocks_each)
 
 
 def _measure(address: str, held: str, sequences: int, blocks_each: int) -> Row:
@@ -93,7 +86,7 @@ def _measure(address: str, held: str, sequences: int, blocks_each: int) -> Row:
 def _acquire_all(client: Client, sequences: int, blocks_each: int) -> None:
     """Acquire and commit distinct prompts, many in one call."""
     at_once = max(1, min(BATCH, BATCH_BLOCKS // blocks_each))
-    base = np.arange(blocks_each * BLOCK_SIZE, dtype=np.uint32)
+    base = np.arange(blocks_each * load.BLOCK_SIZE, dtype=np.uint32)
     for first in range(0, sequences, at_once):
         numbers = range(first, min(first + at_once, sequences))
         acquired = client.batch(ops.Acquire(base + np.uint32(70_000 * n)) for n in numbers)

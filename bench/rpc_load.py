@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,13 +27,22 @@ WARM_UP_LIFECYCLES = 4800
 
 
 class Manager:
-    """`radixpool serve` pinned to one core."""
+    """`radixpool serve` as a process, pinned to one core on request, with further command-line options."""
 
-    def __init__(self, listen: str, num_blocks: int, *, directory: Path | None, core: int | None) -> None:
+    def __init__(
+        self,
+        listen: str,
+        num_blocks: int,
+        *,
+        directory: Path | None = None,
+        core: int | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
         command = [sys.executable, "-m", "radixpool.rpc.cli", "serve", "--json", "--listen", listen]
         command += ["--num-blocks", str(num_blocks), "--block-size", str(BLOCK_SIZE)]
         if directory is not None:
             command += ["--directory", str(directory)]
+        command += options
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         if core is not None:
             os.sched_setaffinity(self._process.pid, {core})
@@ -43,6 +52,11 @@ class Manager:
     def cpu_s(self) -> float:
         """Return the CPU time that the process has used, all threads together."""
         return cpu_s(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
 
     def resident_mib(self) -> float:
         """Return the resident memory."""
@@ -57,10 +71,15 @@ class Manager:
 
 @contextmanager
 def running(
-    listen: str, num_blocks: int, *, directory: Path | None = None, core: int | None = None
+    listen: str,
+    num_blocks: int,
+    *,
+    directory: Path | None = None,
+    core: int | None = None,
+    options: Sequence[str] = (),
 ) -> Iterator[Manager]:
     """Run a manager for the time of the block."""
-    manager = Manager(listen, num_blocks, directory=directory, core=core)
+    manager = Manager(listen, num_blocks, directory=directory, core=core, options=options)
     try:
         yield manager
     finally:

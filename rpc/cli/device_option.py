@@ -32,6 +32,17 @@ def device_option(help_text: str) -> Callable[[Command], Command]:
     return click.option("--device", type=DeviceType(), default=CPU, show_default=True, help=help_text)
 
 
+def graphed_tokens_option(command: Command) -> Command:
+    """Add --graphed-tokens."""
+    return click.option(
+        "--graphed-tokens",
+        type=click.IntRange(0),
+        default=256,
+        show_default=True,
+        help="On a GPU: run steps of up to so many tokens as CUDA graphs; 0 for none.",
+    )(command)
+
+
 def dtype_option(command: Command) -> Command:
     """Add --dtype; `pool_dtype` says what it is when it is left out."""
     return click.option(

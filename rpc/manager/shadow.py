@@ -43,9 +43,8 @@ class Shadow:
         if self._advisor is None:
             return
         namespace = _namespace_hash(sequence.namespace)
-        if media:
-            for span in media:
-                namespace = zlib.crc32(span.digest, namespace)
+        for span in media:
+            namespace = zlib.crc32(span.digest, namespace)
         self._advisor.observe(sequence.packed_tokens, namespace=namespace)
 
     def report(self) -> AdviceReport:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from radixpool.rpc import limits
-from radixpool.rpc.cli.device_option import device_option
+from radixpool.rpc.cli.device_option import device_option, graphed_tokens_option
 from radixpool.rpc.cli.options import address_option, usage_errors
 from radixpool.rpc.cli.running import announce, log_as, log_options, ready_fd_option, stop_on_signals
 from radixpool.rpc.pool.device import Device
@@ -34,13 +34,7 @@ if TYPE_CHECKING:
     help="Kernels that attend. triton on the CPU is Triton's interpreter: for tests, very slow."
     "  [default: torch on the CPU, triton on a GPU]",
 )
-@click.option(
-    "--graphed-tokens",
-    type=click.IntRange(0),
-    default=256,
-    show_default=True,
-    help="On a GPU: run steps of up to so many tokens as CUDA graphs; 0 for none.",
-)
+@graphed_tokens_option
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads for the model.")
 @click.option(
     "--token-budget",

@@ -23,6 +23,9 @@ from radixpool.rpc.worker.step_tensors import SLOTS, pack_inputs, padded_tables,
 Compute: TypeAlias = Callable[[torch.Tensor, int, PagedStep], torch.Tensor]
 """From packed inputs, a number of rows to sample and the paged step to the logits of those rows."""
 
+MAX_WHOLE_ROWS = 256
+"""Longer steps gain nothing from graphs that also fix the attention; see `pieces.py`."""
+
 _MAX_SEQS = 256
 _WARM_UPS = 2
 

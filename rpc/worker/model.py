@@ -28,9 +28,10 @@ from radixpool.rpc.generation import SamplingParams
 from radixpool.rpc.pool.geometry import require_equal
 from radixpool.rpc.pool.tensors import KvPool
 from radixpool.rpc.worker.errors import DeviceLost, OutOfMemory
-from radixpool.rpc.worker.graphs import GraphedSteps
+from radixpool.rpc.worker.graphs import MAX_WHOLE_ROWS, GraphedSteps
 from radixpool.rpc.worker.model_source import ModelSource, ModelUnavailable
-from radixpool.rpc.worker.paged_attention import ATTENTION, PagedStep
+from radixpool.rpc.worker.paged_attention import ATTENTION, AttentionStep, PagedStep
+from radixpool.rpc.worker.pieces import GraphedPieces
 from radixpool.rpc.worker.sampling import TokenSampler
 from radixpool.rpc.worker.step import Sampler, StepBatch, idle_batch
 from radixpool.rpc.worker.step_tensors import (
@@ -67,6 +68,7 @@ class ModelRunner:
         self._spec = pool.spec
         self._graphed_rows = 0
         self._graphs: GraphedSteps | None = None
+        self._pieces: GraphedPieces | None = None
         self.use_pool(pool)
 
     @property
@@ -96,17 +98,22 @@ class ModelRunner:
     def capture_graphs(self, max_rows: int) -> None:
         """Run steps of up to `max_rows` tokens as CUDA graphs from now on. Seconds; with Triton kernels on a GPU only.
 
-        A model whose forward pass cannot be captured runs without, which the log says.
+        Steps of up to 256 tokens as a whole, longer ones in pieces. A model whose forward pass cannot be captured runs
+        without, which the log says.
         """
         if self._attention.backend != "triton" or self._device.type != "cuda":
             raise ValueError(f"graphs need Triton kernels on a GPU, got {self._attention.backend} on {self._device}")
         try:
             with torch.inference_mode():
+                if max_rows > MAX_WHOLE_ROWS and self._pieces is None:  # which know no pool, and stay
+                    self._pieces = GraphedPieces(
+                        self._hidden, self._attention, min_rows=MAX_WHOLE_ROWS + 1, max_rows=max_rows
+                    )
                 self._graphs = GraphedSteps(
                     self._compute,
                     self._attention,
                     self._pool,
-                    max_rows=max_rows,
+                    max_rows=min(max_rows, MAX_WHOLE_ROWS),
                     max_blocks=-(-self._context_tokens // self._spec.block_size),
                 )
         except torch.OutOfMemoryError as error:
@@ -144,22 +151,35 @@ class ModelRunner:
         """Return logits `[R, vocab_size]`."""
         if self._graphs is not None and self._graphs.holds(batch):
             return self._graphs.logits(batch)
+        if self._pieces is not None and self._pieces.holds(batch.num_tokens):
+            return self._logits_by_pieces(batch, self._pieces)
         packed = pack_inputs(batch, max(batch.num_tokens, self._min_rows))
         inputs = torch.from_numpy(packed).to(self._device)
         step = PagedStep(self._pool, self._planned(batch), inputs[SLOTS])
         wanted = len(batch.sample_rows)
         return self._compute(inputs, max(wanted, self._min_rows), step)[:wanted]
 
-    def _compute(self, inputs: torch.Tensor, num_sampled: int, step: PagedStep) -> torch.Tensor:
+    def _logits_by_pieces(self, batch: StepBatch, pieces: GraphedPieces) -> torch.Tensor:
+        packed = pack_inputs(batch, pieces.rows_for(batch.num_tokens))
+        step = PagedStep(self._pool, self._planned(batch), pieces.inputs[SLOTS, : batch.num_tokens])
+        hidden = pieces.hidden(torch.from_numpy(packed), step)
+        logits: torch.Tensor = self._model.lm_head(hidden[pieces.inputs[SAMPLE_ROWS, : len(batch.sample_rows)]])
+        return logits
+
+    def _compute(self, inputs: torch.Tensor, num_sampled: int, step: AttentionStep) -> torch.Tensor:
         """Return the logits of the first `num_sampled` sample rows."""
-        hidden = self._model.model(
+        logits: torch.Tensor = self._model.lm_head(self._hidden(inputs, step)[inputs[SAMPLE_ROWS, :num_sampled]])
+        return logits
+
+    def _hidden(self, inputs: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """Return the last hidden states `[rows, hidden_size]`."""
+        hidden: torch.Tensor = self._model.model(
             input_ids=inputs[TOKEN_IDS][None],
             position_ids=inputs[POSITIONS][None],
             use_cache=False,
             paged_step=step,
         ).last_hidden_state[0]
-        logits: torch.Tensor = self._model.lm_head(hidden[inputs[SAMPLE_ROWS, :num_sampled]])
-        return logits
+        return hidden
 
     def _planned(self, batch: StepBatch) -> ForestPlan:
         """Return the plan of this step: that of the last one, moved on."""

@@ -6,7 +6,7 @@ says what each token sees.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -17,8 +17,16 @@ from radixpool.rpc.pool.tensors import KvPool
 ATTENTION = "radixpool_paged"
 
 
+class AttentionStep(Protocol):
+    """Attends for every layer of one forward pass."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+        """Return the attention `[T, H, D]` of q `[T, H, D]` and the new k and v `[T, KVH, D]`, of any strides."""
+        ...
+
+
 class PagedStep:
-    """What every layer of one forward pass needs: where new KV goes, and the plan of the attention."""
+    """Attends over the pool: where new KV goes, and the plan of the attention."""
 
     __slots__ = ("plan", "pool", "slots")
 
@@ -26,6 +34,21 @@ class PagedStep:
         self.pool = pool
         self.plan = plan
         self.slots = slots
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Write this layer's new KV and attend; see `AttentionStep.attend`. Into `out`, if given, row for row."""
+        plan, k_pool, v_pool = self.plan, self.pool.k[layer], self.pool.v[layer]
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        write_kv(k.to(k_pool.dtype), v.to(v_pool.dtype), k_pool, v_pool, self.slots, backend=plan.spec.backend)
+        planned = plan.num_rows
+        if planned == len(q):
+            return extend(q, k_pool, v_pool, plan, scale=scale, out=out)
+        padded = torch.zeros_like(q)  # rows beyond the planned ones are padding
+        padded[:planned] = extend(q[:planned], k_pool, v_pool, plan, scale=scale)
+        return padded
 
 
 def paged_attention(
@@ -36,22 +59,13 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    paged_step: PagedStep,
+    paged_step: AttentionStep,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write this layer's KV and attend; query `[1, H, T, D]`, key and value `[1, KVH, T, D]`, out `[1, T, H, D]`."""
+    """Attend through `paged_step`; query `[1, H, T, D]`, key and value `[1, KVH, T, D]`, out `[1, T, H, D]`."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    plan = paged_step.plan
-    k_pool, v_pool = paged_step.pool.k[layer], paged_step.pool.v[layer]
-    k, v, q = (tensor[0].transpose(0, 1).contiguous() for tensor in (key, value, query))
-    backend = plan.spec.backend
-    write_kv(k.to(k_pool.dtype), v.to(v_pool.dtype), k_pool, v_pool, paged_step.slots, backend=backend)
-    planned = plan.num_rows
-    if planned == len(q):
-        return extend(q, k_pool, v_pool, plan, scale=scaling)[None], None
-    out = torch.zeros_like(q)  # rows beyond the planned ones are padding
-    out[:planned] = extend(q[:planned], k_pool, v_pool, plan, scale=scaling)
-    return out[None], None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return paged_step.attend(layer, q, k, v, scale=scaling)[None], None
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

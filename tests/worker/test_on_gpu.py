@@ -35,7 +35,7 @@ from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.model import ModelRunner, load_model
 from radixpool.rpc.worker.model_source import find_model, pool_spec_for
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource
-from radixpool.rpc.worker.step import idle_batch
+from radixpool.rpc.worker.step import StepBatch, idle_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -246,7 +246,7 @@ def prompts_with_shared_prefixes(count=12):
     return [prefix[: 15 * (n % 7)] + random_tokens(2 + 11 * (n % 6), seed=30 + n) for n in range(count)]
 
 
-@pytest.mark.parametrize("graphed", [0, 8, 300])
+@pytest.mark.parametrize("graphed", [0, 8, 300, 600])  # the last two: longer passes in pieces
 @pytest.mark.parametrize("token_budget", [7, 512])
 def test_equal_to_generate_however_it_is_cut_and_captured(source, reference, answer_of, graphed, token_budget):
     prompts = prompts_with_shared_prefixes()
@@ -316,9 +316,40 @@ def test_padding_of_a_graph_writes_no_kv(source):
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("rows", [257, 400, 512, 600])
+def test_a_pass_in_pieces_gives_what_the_same_pass_gives_without(source, rows):
+    """Two sequences over cached prefixes; the hidden states of padding reach nothing."""
+    plain, pieces = LocalSystem(source), LocalSystem(source, graphed=600)
+    lens = np.asarray([rows - 100, 100], np.int32)
+    positions = np.concatenate([np.arange(16, 16 + lens[0]), np.arange(32, 132)])
+    tables = [np.arange(1, 50, dtype=np.int32), np.arange(60, 80, dtype=np.int32)]
+    blocks = np.concatenate([tables[0][positions[: lens[0]] // 16], tables[1][positions[lens[0] :] // 16]])
+    sampled = np.asarray([lens[0] - 1, rows - 1, 3])
+    batch = StepBatch(
+        token_ids=np.random.default_rng(rows).integers(3, 290, rows),
+        positions=positions,
+        slot_mapping=blocks.astype(np.int64) * 16 + positions % 16,
+        query_lens=lens,
+        context_lens=lens + np.asarray([16, 32], np.int32),
+        block_tables=tables,
+        sample_rows=sampled,
+        samplers=[plain.runner.sampler(SamplingParams())] * 3,
+    )
+    for system in (plain, pieces):
+        torch.manual_seed(0)
+        for tensor in (*system.runner._pool.k, *system.runner._pool.v):
+            tensor.normal_()
+    assert pieces.runner._pieces.holds(rows)
+    with torch.inference_mode():
+        expected, got = plain.runner._logits(batch), pieces.runner._logits(batch)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    for one, other in zip(plain.runner._pool.k, pieces.runner._pool.k, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
 def test_graphs_follow_the_runner_to_another_pool(source, reference, answer_of):
-    system = LocalSystem(source, graphed=64)
-    prompts = prompts_with_shared_prefixes(4)
+    system = LocalSystem(source, graphed=512, token_budget=300)
+    prompts = [random_tokens(300, seed=50), *prompts_with_shared_prefixes(4)]
     system.run(prompts)
     former = [tensor.clone() for tensor in system.runner._pool.k]
     pool = system.runner._pool

@@ -92,9 +92,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class TraceResult:
-    """Everything measured on one trace: rows to print, runs to plot."""
+    """Everything measured on one trace: rows to print, runs to plot, the first request counted after the warm-up."""
 
     trace: Trace
+    first_request: int
     facts: Facts
     rows: list[Row]
     runs: list[Run]
@@ -200,11 +201,11 @@ def _with_defaults(policy: str, trace: Trace, options: GridOptions) -> str:
 
 
 def _reference(trace: Trace, case: _Case, options: GridOptions) -> Run:
-    name, capacity = case.policy, case.capacity
+    name, capacity, first = case.policy, case.capacity, _first_counted(trace, options)
     if name == "opt":
-        hits = offline.optimal_hits(trace, capacity)
+        hits = offline.optimal_hits(trace, capacity, first_request=first)
     elif name == "opt-bypass":
-        hits = offline.optimal_hits(trace, capacity, admission="bypass")
+        hits = offline.optimal_hits(trace, capacity, admission="bypass", first_request=first)
     elif name == "whole-sequence-lru":
         hits = reference.whole_sequence_hits(trace, capacity)
     elif name == "running-only":
@@ -215,8 +216,12 @@ def _reference(trace: Trace, case: _Case, options: GridOptions) -> Run:
     return Run(trace=trace.name, policy=name, kind=case.kind, capacity_blocks=capacity, hits=hits, seconds=0.0)
 
 
+def _first_counted(trace: Trace, options: GridOptions) -> int:
+    return int(trace.num_requests * options.warmup)
+
+
 def _result(trace: Trace, runs: list[Run], options: GridOptions) -> TraceResult:
-    first = int(trace.num_requests * options.warmup)
+    first = _first_counted(trace, options)
     yardstick = Yardstick(
         model=options.model,
         first_request=first,
@@ -227,6 +232,7 @@ def _result(trace: Trace, runs: list[Run], options: GridOptions) -> TraceResult:
     facts = _facts(trace, options)
     return TraceResult(
         trace=trace,
+        first_request=first,
         facts=facts,
         rows=[measure(trace, run, yardstick) for run in runs],
         runs=runs,

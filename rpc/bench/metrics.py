@@ -177,9 +177,9 @@ class OverTime:
     hit_ratio: npt.NDArray[np.float64]
 
 
-def over_time(trace: Trace, hits: npt.NDArray[np.int32], *, slices: int = 30) -> OverTime:
-    """Return the hit ratio of each of at most `slices` slices of the trace; O(requests)."""
-    bounds = np.unique(np.linspace(0, trace.num_requests, slices + 1).astype(int))
+def over_time(trace: Trace, hits: npt.NDArray[np.int32], *, slices: int = 30, first_request: int = 0) -> OverTime:
+    """Return the hit ratio of each of at most `slices` slices of the trace from `first_request` on; O(requests)."""
+    bounds = np.unique(np.linspace(first_request, trace.num_requests, slices + 1).astype(int))
     refs = np.add.reduceat(trace.prompt_blocks.astype(np.int64), bounds[:-1])
     hit = np.add.reduceat(hits.astype(np.int64), bounds[:-1])
     ratio = np.divide(hit, refs, out=np.zeros(len(refs)), where=refs > 0)

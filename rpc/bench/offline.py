@@ -4,8 +4,13 @@ Every access is a root path, so a block is used whenever any of its descendants 
 theirs. Evicting the block with the farthest next use (Belady, IBM Systems Journal 5(2), 1966), ties deepest first,
 therefore always evicts a leaf, and the tree costs the optimum nothing.
 
-`opt` keeps the rule of the real cache that all blocks of the request being served are resident; under unit blocks and
-zero duration it is exact. `opt_bypass` need not store what it serves, and so bounds every leaf-first policy from above.
+A use is an access that could be a counted hit. A refused request uses nothing, nor does the output of a request (it is
+inserted, not looked up) or a request of the warm-up: to keep a block for one of these gains nothing.
+
+`opt` keeps the rule of the real cache that all blocks of the request being served are resident. It is exact for unit
+blocks, zero duration, prompts alone and no warm-up. With outputs or a warm-up a block may be used later than one below
+it, the farthest use need not be a leaf's, and `opt` is an upper bound: what could be hit if there were no tree.
+`opt_bypass` need not store what it serves, and so bounds every leaf-first policy from above.
 Neither bound holds with durations (blocks pinned while running) or with blocks of unequal cost.
 """
 
@@ -22,98 +27,83 @@ from radixpool.rpc.bench.trace import Trace
 Admission = Literal["resident", "bypass"]
 
 
-def next_uses(paths: list[list[int]], num_nodes: int) -> list[list[int]]:
+def next_uses(paths: list[list[int]], num_nodes: int, counted: list[int]) -> list[list[int]]:
     """Return, for each block of each path, the index of the next request that uses it (`len(paths)`: never).
 
-    O(references) time and space.
+    An access is a use if it is one of the first `counted[request]` blocks of its path; a block whose next access is
+    none is never used again: that access inserts it anew. O(references) time and space.
     """
     never = len(paths)
     seen = [never] * num_nodes
     uses: list[list[int]] = [[]] * never
     for time in range(never - 1, -1, -1):
-        path = paths[time]
+        path, looked_up = paths[time], counted[time]
         uses[time] = [seen[node] for node in path]
-        for node in path:
+        for node in path[:looked_up]:
             seen[node] = time
+        for node in path[looked_up:]:
+            seen[node] = never
     return uses
 
 
-def optimal_hits(trace: Trace, capacity: int, *, admission: Admission = "resident") -> npt.NDArray[np.int32]:
+def optimal_hits(
+    trace: Trace, capacity: int, *, admission: Admission = "resident", first_request: int = 0
+) -> npt.NDArray[np.int32]:
     """Return the blocks hit by each request under the offline optimum with `capacity` blocks.
 
-    O(references + evictions log references). A request longer than the capacity is refused under "resident", as the
-    real cache refuses it, and hits nothing.
+    A request longer than the capacity is refused under "resident", as the real cache refuses it: it hits nothing and
+    changes nothing. Requests before `first_request` (warm-up) fill the cache and are given no hits.
+    O(references + evictions log references).
     """
     paths = trace.paths()
-    cache = _Belady(num_nodes=trace.num_nodes, num_requests=len(paths), capacity=capacity)
+    counted = [0] * first_request + trace.prompt_blocks[first_request:].tolist()
+    if admission == "resident":
+        paths = [path if len(path) <= capacity else [] for path in paths]
+    cache = _Belady(never=len(paths))
     hits = np.zeros(len(paths), dtype=np.int32)
-    for time, (path, uses) in enumerate(zip(paths, next_uses(paths, trace.num_nodes), strict=True)):
-        if admission == "resident" and len(path) > capacity:
-            cache.refuse(time, path, uses)
-            continue
-        hit = cache.match(path)
-        hits[time] = hit
-        cache.consume(time, hit)
+    for time, (path, uses) in enumerate(zip(paths, next_uses(paths, trace.num_nodes, counted), strict=True)):
+        hits[time] = cache.take(time)
         if admission == "resident":
             cache.shrink(capacity - len(path))
         cache.store(path, uses)
         cache.shrink(capacity)
-    return np.minimum(hits, trace.prompt_blocks)
+    return hits
 
 
 class _Belady:
-    """Resident blocks in one bucket for each next use; a heap holds the buckets, farthest first.
+    """The resident blocks that will be used again, in one bucket for each next use: what that request will hit.
 
-    All blocks used next by one request lie on its path, so a bucket sorted by node number pops the deepest first.
-    Blocks never used again are only counted: which of them goes first changes no hit.
+    A heap holds the buckets, farthest first. All blocks used next by one request lie on its path, so a bucket sorted by
+    node number pops the deepest first. Blocks never used again are not kept: they go first, and which of them goes
+    changes no hit.
     """
 
-    def __init__(self, *, num_nodes: int, num_requests: int, capacity: int) -> None:
-        self.never = num_requests
-        self.capacity = capacity
+    def __init__(self, *, never: int) -> None:
+        self.never = never
         self.size = 0
-        self.dead = 0
-        self.resident = bytearray(num_nodes)
         self.buckets: dict[int, list[int]] = {}
         self.farthest: list[int] = []
 
-    def match(self, path: list[int]) -> int:
-        for depth, node in enumerate(path):
-            if not self.resident[node]:
-                return depth
-        return len(path)
-
-    def consume(self, time: int, hit: int) -> None:
-        """Take the request's own blocks out: they are pinned while it is served."""
-        self.buckets.pop(time, None)
+    def take(self, time: int) -> int:
+        """Take out what the request hits, which is pinned while it is served, and count it."""
+        hit = len(self.buckets.pop(time, ()))
         self.size -= hit
-
-    def refuse(self, time: int, path: list[int], uses: list[int]) -> None:
-        """Move the refused request's resident blocks on to their next use."""
-        held = self.match(path)
-        self.consume(time, held)
-        self.store(path[:held], uses[:held])
+        return hit
 
     def store(self, path: list[int], uses: list[int]) -> None:
         for node, use in zip(path, uses, strict=True):
             if use == self.never:
-                self.dead += 1
-                self.resident[node] = 0
                 continue
-            self.resident[node] = 1
+            self.size += 1
             bucket = self.buckets.get(use)
             if bucket is None:
                 self.buckets[use] = [node]
                 heapq.heappush(self.farthest, -use)
             else:
                 bucket.append(node)
-        self.size += len(path)
 
     def shrink(self, size: int) -> None:
         """Evict, farthest next use first, until at most `size` blocks stay."""
-        from_dead = min(self.dead, max(0, self.size - size))
-        self.dead -= from_dead
-        self.size -= from_dead
         while self.size > size:
             use = -self.farthest[0]
             bucket = self.buckets.get(use)
@@ -123,8 +113,6 @@ class _Belady:
                 continue
             bucket.sort()
             excess = self.size - size
-            for node in bucket[-excess:]:
-                self.resident[node] = 0
             self.size -= min(excess, len(bucket))
             del bucket[-excess:]
 
@@ -137,7 +125,7 @@ def working_set(trace: Trace) -> int:
     paths = trace.paths()
     waiting = bytearray(trace.num_nodes)
     live = peak = 0
-    for path, uses in zip(paths, next_uses(paths, trace.num_nodes), strict=True):
+    for path, uses in zip(paths, next_uses(paths, trace.num_nodes, trace.prompt_blocks.tolist()), strict=True):
         live -= sum(waiting[node] for node in path)
         peak = max(peak, live + len(path))
         for node, use in zip(path, uses, strict=True):

@@ -60,14 +60,17 @@ def plot_curves(results: list[TraceResult]) -> Figure:
 
 
 def plot_over_time(results: list[TraceResult]) -> Figure:
-    """Return the hit ratio over time at the capacity where LRU is farthest from the optimum, best policies only."""
+    """Return the hit ratio over time at the capacity where LRU is farthest from the optimum, best policies only.
+
+    Time begins after the warm-up.
+    """
     figure, axes = _panels(len(results))
     for axis, result in zip(axes, results, strict=False):
         capacity = telling_capacity(result.rows)
         runs = {run.policy: run for run in result.runs if run.capacity_blocks == capacity}
         label = "time (minutes)"
         for order, name in enumerate(_leaders(result, capacity)):
-            curve = over_time(result.trace, runs[name].hits)
+            curve = over_time(result.trace, runs[name].hits, first_request=result.first_request)
             label = "time (minutes)" if curve.unit == "minutes" else "requests served"
             axis.plot(curve.ends, curve.hit_ratio, label=name, **_style(name, order, marker=""))
         _finish(axis, f"{result.trace.name}, {capacity:,} blocks", label)

@@ -48,15 +48,21 @@ def real_trace(trace_path) -> Callable[..., Trace]:
 
 @pytest.fixture(scope="session")
 def make_trace() -> Callable[..., Trace]:
-    """Return a trace from a list of paths of block names; one token a block unless `block_size` says otherwise."""
+    """Return a trace from a list of paths of block names; one token a block unless `block_size` says otherwise.
 
-    def make(paths: list[list[Hashable]], *, block_size: int = 1, arrivals=None, durations=None) -> Trace:
-        builder = TraceBuilder(name="made", block_size=block_size)
+    `prompts` says how many blocks of each path are its prompt, the rest being its output; all unless given.
+    """
+
+    def make(paths: list[list[Hashable]], *, block_size: int = 1, arrivals=None, durations=None, prompts=None) -> Trace:
+        builder = TraceBuilder(name="made", block_size=block_size, insert="prompt+output")
         for i, path in enumerate(paths):
+            prompt = len(path) if prompts is None else prompts[i]
             builder.add(
                 Record(
-                    keys=list(path),
-                    input_tokens=len(path) * block_size,
+                    keys=list(path[:prompt]),
+                    output_keys=list(path[prompt:]),
+                    input_tokens=prompt * block_size,
+                    output_tokens=(len(path) - prompt) * block_size,
                     arrival_ms=None if arrivals is None else arrivals[i],
                     duration_ms=None if durations is None else durations[i],
                 )
@@ -112,12 +118,20 @@ def naive_cache() -> type[NaiveCache]:
 
 
 class Exhaustive:
-    """The most hits any leaf-first choice of victims can reach, by trying all of them. For tiny traces only."""
+    """The most hits any leaf-first choice of victims can reach, by trying all of them. For tiny traces only.
 
-    def __init__(self, paths: list[list[Hashable]], capacity: int, *, bypass: bool) -> None:
+    `counted` says how many leading blocks of each request can be hit, all unless given. Without `tree`, blocks are
+    independent: any may go, and each is hit alone.
+    """
+
+    def __init__(
+        self, paths: list[list[Hashable]], capacity: int, *, bypass: bool, counted=None, tree: bool = True
+    ) -> None:
         self.paths = [[tuple(path[: i + 1]) for i in range(len(path))] for path in paths]
+        self.counted = [len(path) for path in paths] if counted is None else counted
         self.capacity = capacity
         self.bypass = bypass
+        self.tree = tree
         self.known: dict[tuple[int, frozenset], int] = {}
 
     def best(self, time: int = 0, resident: frozenset = frozenset()) -> int:
@@ -125,10 +139,11 @@ class Exhaustive:
             return 0
         key = (time, resident)
         if key not in self.known:
-            path = self.paths[time]
+            path, looked_up = self.paths[time], self.paths[time][: self.counted[time]]
             if len(path) > self.capacity and not self.bypass:
                 return self.best(time + 1, resident)
-            hits = len(list(itertools.takewhile(resident.__contains__, path)))
+            find = itertools.takewhile if self.tree else filter
+            hits = len(list(find(resident.__contains__, looked_up)))
             self.known[key] = hits + max(self.best(time + 1, kept) for kept in self.choices(path, resident))
         return self.known[key]
 
@@ -140,7 +155,8 @@ class Exhaustive:
         return [
             kept
             for chosen in itertools.combinations(pool, size)
-            if (kept := frozenset(chosen)) >= pinned and all(b[:-1] in kept or len(b) == 1 for b in kept)
+            if (kept := frozenset(chosen)) >= pinned
+            and not (self.tree and any(len(b) > 1 and b[:-1] not in kept for b in kept))
         ]
 
 

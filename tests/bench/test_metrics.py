@@ -91,6 +91,12 @@ def test_the_hit_ratio_over_time(trace):
     assert curve.ends.tolist() == [0.0, 1.0, 4.0]
 
 
+def test_the_hit_ratio_over_time_begins_after_the_warm_up(trace):
+    curve = over_time(trace, np.array([0, 2, 4], dtype=np.int32), slices=3, first_request=1)
+    assert curve.hit_ratio.tolist() == [1.0, 1.0]
+    assert curve.ends.tolist() == [1.0, 4.0]
+
+
 def test_the_hit_ratio_over_requests_when_there_are_no_times(make_trace):
     curve = over_time(make_trace([["a"]] * 10), np.array([0] + [1] * 9, dtype=np.int32), slices=2)
     assert curve.unit == "requests"

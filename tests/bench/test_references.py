@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixpool.rpc.bench.offline import next_uses, optimal_hits, working_set
@@ -20,6 +22,16 @@ from radixpool.rpc.bench.reference import (
 CONVERSATION, SYNTHETIC, CODING = "mooncake_conversation_trace", "mooncake_synthetic_trace", "cc_64conv"
 tiny_paths = st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=3), min_size=1, max_size=7)
 small_paths = st.lists(st.lists(st.sampled_from("abc"), max_size=5), min_size=1, max_size=40)
+
+# the fourth is refused by a pool of 3: to keep `bb` for it costs `a` its hit
+REFUSED_BETWEEN = [list("bb"), list("a"), list("ba"), list("bbaa"), list("a")]
+
+
+def draw_paths(rng: random.Random) -> tuple[list[list[str]], int]:
+    """Draw 3 to 8 paths of few blocks and a capacity that some of them may pass."""
+    capacity = rng.randint(1, 4)
+    lengths = [1, 1, 2, 2, 3, capacity + 1]
+    return [[rng.choice("abc") for _ in range(rng.choice(lengths))] for _ in range(rng.randint(3, 8))], capacity
 
 
 @pytest.mark.parametrize(
@@ -58,10 +70,45 @@ def test_an_infinite_cache_hits_every_reference_but_the_first(real_trace, name, 
 
 @settings(max_examples=60, deadline=None)
 @given(paths=tiny_paths, capacity=st.integers(1, 4))
+@example(paths=REFUSED_BETWEEN, capacity=3)
 def test_no_choice_of_victims_beats_the_optimum_nor_does_it_promise_more(make_trace, exhaustive, paths, capacity):
     trace = make_trace(paths)
-    assert optimal_hits(trace, capacity).sum() == exhaustive(paths, capacity, bypass=False).best()
-    assert optimal_hits(trace, capacity, admission="bypass").sum() == exhaustive(paths, capacity, bypass=True).best()
+    for admission in ("resident", "bypass"):
+        best = exhaustive(paths, capacity, bypass=admission == "bypass").best()
+        assert optimal_hits(trace, capacity, admission=admission).sum() == best
+
+
+@pytest.mark.parametrize("admission", ["resident", "bypass"])
+def test_the_optimum_is_the_best_choice_on_2000_tiny_traces_with_refused_requests(make_trace, exhaustive, admission):
+    rng, refused, hits = random.Random(0), 0, 0
+    for _ in range(2_000):
+        paths, capacity = draw_paths(rng)
+        optimum = optimal_hits(make_trace(paths), capacity, admission=admission).sum()
+        assert optimum == exhaustive(paths, capacity, bypass=admission == "bypass").best(), (paths, capacity)
+        refused += sum(len(path) > capacity for path in paths)
+        hits += optimum
+    assert refused > 1_000
+    assert hits > 1_000
+
+
+@pytest.mark.parametrize("admission", ["resident", "bypass"])
+def test_outputs_and_warm_up_are_no_uses_and_then_the_optimum_is_a_bound(make_trace, exhaustive, admission):
+    """Of the tree from above, and of the same blocks without a tree what can be reached."""
+    rng, totals = random.Random(1), np.zeros(2, dtype=int)
+    for _ in range(1_000):
+        paths, capacity = draw_paths(rng)
+        prompts = [rng.randint(0, len(path)) for path in paths]
+        first = rng.randint(0, len(paths) - 1)
+        counted = [0] * first + prompts[first:]
+        optimum = optimal_hits(make_trace(paths, prompts=prompts), capacity, admission=admission, first_request=first)
+        case = (paths, capacity, prompts, first)
+        search = {"bypass": admission == "bypass", "counted": counted}
+        in_tree = exhaustive(paths, capacity, **search).best()
+        assert in_tree <= optimum.sum() == exhaustive(paths, capacity, tree=False, **search).best(), case
+        assert optimum[:first].sum() == 0
+        assert np.all(optimum <= counted)
+        totals += in_tree, optimum.sum()
+    assert totals[1] < totals[0] * 1.01  # a tight bound
 
 
 @settings(max_examples=100, deadline=None)
@@ -102,7 +149,11 @@ def test_the_lru_curve_has_the_figures_of_an_independent_simulator(real_trace, n
 
 
 def test_next_uses_point_at_the_next_request_with_the_block():
-    assert next_uses([[0, 1], [0], [0, 1]], 2) == [[1, 2], [2], [3, 3]]
+    assert next_uses([[0, 1], [0], [0, 1]], 2, [2, 1, 2]) == [[1, 2], [2], [3, 3]]
+
+
+def test_an_output_ends_the_use_of_a_block():
+    assert next_uses([[0, 1], [0, 1], [0, 1]], 2, [2, 1, 2]) == [[1, 3], [2, 2], [3, 3]]
 
 
 def test_whole_sequences_go_whole(make_trace):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixpool.rpc.bench import grid
@@ -50,12 +50,25 @@ def test_the_cache_hits_what_a_naive_simulator_hits(make_trace, naive_cache, pol
 @pytest.mark.parametrize("policy", grid.DEFAULT_POLICIES)
 @settings(max_examples=25, deadline=None)
 @given(paths=paths, capacity=st.integers(1, 12))
+@example(paths=[list("bb"), list("a"), list("ba"), list("bbaa"), list("a")], capacity=3)  # bbaa is refused
 def test_no_policy_beats_the_optimum_and_all_are_deterministic(make_trace, policy, paths, capacity):
     trace = make_trace(paths)
     first, second = replay(trace, policy, capacity), replay(trace, policy, capacity)
     assert first.hits.tolist() == second.hits.tolist()
     assert first.evicted_blocks == second.evicted_blocks
     assert first.hits.sum() <= optimal_hits(trace, capacity).sum()
+
+
+@pytest.mark.parametrize("policy", grid.DEFAULT_POLICIES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), paths=paths, capacity=st.integers(1, 12))
+def test_no_policy_beats_the_optimum_after_a_warm_up_and_with_outputs(make_trace, policy, data, paths, capacity):
+    prompts = [data.draw(st.integers(0, len(path)), label="prompt blocks") for path in paths]
+    first = data.draw(st.integers(0, len(paths)), label="first request")
+    trace = make_trace(paths, prompts=prompts)
+    hits = replay(trace, policy, capacity).hits[first:].sum()
+    assert hits <= optimal_hits(trace, capacity, first_request=first).sum()
+    assert hits <= optimal_hits(trace, capacity, admission="bypass", first_request=first).sum()
 
 
 @pytest.mark.parametrize("policy", grid.DEFAULT_POLICIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import grpc
@@ -39,6 +39,9 @@ class AsyncClient:
 
     Data path: acquire, extend, reserve, commit, release, match, get_block_tables, batch, step, session.
     Operators: info, stats. Life: close, or use it as an async context manager.
+
+    A caller may be cancelled at any moment: a release that has begun goes on in the background, and what an acquire or
+    a fork brings then is released. Any other call that is cancelled may or may not have run.
     """
 
     def __init__(self, address: str, *, options: ClientOptions | None = None) -> None:
@@ -50,6 +53,7 @@ class AsyncClient:
         self._identity = Identity(self._options)
         self._lock = asyncio.Lock()
         self._heartbeat: asyncio.Task[None] | None = None
+        self._under_way: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -60,6 +64,10 @@ class AsyncClient:
     async def close(self) -> None:
         """End the lease, which aborts what is still held, and close the channel. A second close does nothing."""
         await self._stop_heartbeat()
+        for task in self._under_way:
+            task.cancel()
+        if self._under_way:
+            await asyncio.wait(self._under_way)
         header = self._identity.bare_header()
         if header.epoch:
             self._identity.end_epoch(header.epoch)
@@ -97,12 +105,20 @@ class AsyncClient:
         deadline = time.monotonic() + wait_s
         request.in_flight = cache_pb2.IN_FLIGHT_MODE_WAIT
         while time.monotonic() < deadline:
-            reply = await self._change_anew(self._cache.Acquire, request)
+            reply = await self._acquire_once(request)
             if not reply.HasField("pending"):
                 return codec.acquired(reply)
             await asyncio.sleep(IN_FLIGHT_POLL_S)
         request.in_flight = cache_pb2.IN_FLIGHT_MODE_UNSPECIFIED
-        return codec.acquired(await self._change_anew(self._cache.Acquire, request))
+        return codec.acquired(await self._acquire_once(request))
+
+    async def _acquire_once(self, request: cache_pb2.AcquireRequest) -> cache_pb2.AcquireResponse:
+        own = cache_pb2.AcquireRequest()
+        own.CopyFrom(request)  # it may still be under way when the caller sends the same one again
+        reply: cache_pb2.AcquireResponse = await self._to_its_end(
+            self._change_anew(self._cache.Acquire, own), handles=lambda reply: [reply.handle] if reply.handle else []
+        )
+        return reply
 
     async def extend(self, handle: bytes, tokens: ops.Tokens) -> ops.Extended:
         """Append known tokens to a sequence. Raises PoolExhausted, nothing changed."""
@@ -124,7 +140,8 @@ class AsyncClient:
 
     async def fork(self, handle: bytes, num_forks: int = 1) -> ops.Forked:
         """Make sequences that go on from where this one is; run the copy orders. Raises PoolExhausted."""
-        return codec.forked(await self._change(self._cache.Fork, codec.fork_request(ops.Fork(handle, num_forks))))
+        change = self._change(self._cache.Fork, codec.fork_request(ops.Fork(handle, num_forks)))
+        return codec.forked(await self._to_its_end(change, handles=lambda reply: [fork.handle for fork in reply.forks]))
 
     async def invalidate(self, handle: bytes, block_index: int) -> ops.Invalidated:
         """Declare that the data of one block of the table is bad."""
@@ -134,7 +151,7 @@ class AsyncClient:
     async def release(self, handle: bytes, *, after_step: int | None = None) -> ops.Released:
         """End a sequence; what was committed stays cached. A worker's steps up to `after_step` may still touch it."""
         request = codec.release_request(ops.Release(handle, after_step))
-        return codec.released(await self._change(self._cache.Release, request))
+        return codec.released(await self._to_its_end(self._change(self._cache.Release, request)))
 
     async def match(self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ops.Matched:
         """Return how long a prefix of `tokens` is cached right now; holds nothing."""
@@ -179,6 +196,37 @@ class AsyncClient:
         """Return every counter of the cache and of the process."""
         return inspection.stats_from_wire(await self._read(self._admin.GetStats, admin_pb2.GetStatsRequest()))
 
+    async def _to_its_end(
+        self, change: Coroutine[Any, Any, Any], *, handles: Callable[[Any], list[bytes]] = lambda _reply: []
+    ) -> Any:
+        """Await `change`, which runs to its end even if the caller is cancelled: then its `handles` are released.
+
+        Otherwise nobody would know the handle of what a cancelled call has acquired, and its blocks would be held for
+        as long as the client lives.
+        """
+        call = self._in_background(change)
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            call.add_done_callback(lambda call: self._give_back(call, handles))
+            raise
+
+    def _give_back(self, call: asyncio.Task[Any], handles: Callable[[Any], list[bytes]]) -> None:
+        if not call.cancelled() and call.exception() is None:
+            for handle in handles(call.result()):
+                self._in_background(self.release(handle))
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: what fails in the background has an ended lease, or will have
+
     async def _read(self, method: Callable[..., Any], request: Any) -> Any:
         async def attempt() -> Any:
             try:
@@ -221,8 +269,7 @@ class AsyncClient:
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
             heartbeat.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await heartbeat
+            await asyncio.wait([heartbeat])  # which, unlike an await, does not take our own cancellation for its
 
     async def _keep_lease(self, interval_s: float) -> None:
         while True:

@@ -103,6 +103,9 @@ class AsyncSession:
             raise error_from_rpc(error, address=self._address) from None
         except asyncio.InvalidStateError:
             reply = _END  # the call was over before the write
+        except asyncio.CancelledError:
+            await self.close()  # gRPC has cancelled the stream along with us; the next batch opens another
+            raise
         if reply is _END:
             await self.close()
             raise ManagerUnavailable("the manager ended the session")

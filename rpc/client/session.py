@@ -99,6 +99,9 @@ class Session:
         except grpc.RpcError as error:
             self.close()
             raise error_from_rpc(error, address=self._address) from None
+        except BaseException:
+            self.close()  # an answer that still comes must not be taken for that of the next batch
+            raise
 
 
 class _Stream:

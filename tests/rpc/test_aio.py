@@ -84,3 +84,67 @@ async def test_nobody_at_the_address(socket_dir):
     async with AsyncClient(f"unix:{socket_dir}/none.sock", options=ClientOptions(retry=NO_RETRY)) as client:
         with pytest.raises(ManagerUnavailable, match=r"none\.sock"):
             await client.acquire(PROMPT)
+
+
+async def test_what_a_cancelled_acquire_brings_is_released(server):
+    async with AsyncClient(server.address) as client:
+        seq = await client.acquire(PROMPT)
+        await seq.commit(8)
+        held_blocks = server.engine.cache.stats().held_blocks
+        for change in (lambda: client.acquire(PROMPT), lambda: client.fork(seq.handle, 3), seq.reacquire):
+            before = _next_sequence_id(server)
+            with server.engine.lock:
+                await _cancel(change())
+            await _until(lambda: not client._under_way)
+            assert len(server.engine.handles) == 1
+            assert server.engine.cache.stats().held_blocks == held_blocks
+            assert _next_sequence_id(server) > before + 1, "the call was carried out"
+        assert (await client.match(PROMPT)).cached_tokens == 8
+
+
+async def test_a_cancelled_release_is_carried_out(server):
+    async with AsyncClient(server.address) as client:
+        seq = await client.acquire(PROMPT)
+        with server.engine.lock:
+            await _cancel(seq.release())
+        await _until(lambda: len(server.engine.handles) == 0)
+
+
+async def test_a_session_goes_on_after_a_cancelled_batch(server):
+    options = ClientOptions(retry=NO_RETRY)
+    async with AsyncClient(server.address, options=options) as client, await client.session() as session:
+        await session.batch([])
+        with server.engine.lock:
+            await _cancel(session.batch([ops.Match([1]), ops.Match([2])]))
+        assert await session.batch([ops.Match([1])]) == [ops.Matched(0)]
+
+
+async def test_closing_while_calls_are_under_way(server):
+    client = AsyncClient(server.address, options=ClientOptions(timeout_s=0.5))
+    await client.acquire(PROMPT)
+    with server.engine.lock:
+        await _cancel(client.acquire(PROMPT))
+        await client.close()
+    await _until(lambda: len(server.engine.leases) == len(server.engine.handles) == 0)
+
+
+def _next_sequence_id(server) -> int:
+    with server.engine.lock:
+        probe = server.engine.cache.acquire(PROMPT)
+        server.engine.cache.release(probe)
+        return probe.handle
+
+
+async def _cancel(call) -> None:
+    """Cancel a call that has been sent; the server is held up meanwhile."""
+    task = asyncio.create_task(call)
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def _until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -97,3 +97,20 @@ def test_a_closed_stream_frees_its_place(server, client, eventually):
     assert server.engine.sessions.taken == 1
     session.close()
     eventually(lambda: server.engine.sessions.taken == 0)
+
+
+def test_an_interrupted_batch_leaves_no_answer_for_the_next_one(client, monkeypatch):
+    """Ctrl-C, or a signal handler that raises, between sending a batch and reading its answer."""
+    with client.session() as session:
+        session.batch([])
+        stream = session._stream
+
+        def interrupted():
+            stream._replies = replies
+            raise KeyboardInterrupt
+            yield
+
+        replies, stream._replies = stream._replies, interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            session.batch([ops.Match([1]), ops.Match([2])])
+        assert session.batch([ops.Match([1])]) == [ops.Matched(0)]

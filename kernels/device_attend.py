@@ -12,6 +12,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
 FP8_MAX = tl.constexpr(448.0)
+FP8_TINY = tl.constexpr(1e-30)
 FP8_WEIGHT = tl.constexpr(256.0)
 # Fields of one item record; see forest.py.
 RECORD = tl.constexpr(16)
@@ -44,11 +45,11 @@ def high_halves(x):
 
 @triton.jit
 def quantise_rows(x):
-    """Return a tile as e4m3 and the scale of each row: its largest magnitude becomes 448."""
+    """Return a tile as e4m3 and the scale of each row, as `quantise_rows` of extend_device_fp8.py."""
     x = x.to(tl.float32)
-    top = tl.max(tl.abs(x), 1)
-    scale = tl.where(top > 0, top / FP8_MAX, 1.0)
-    return (x / scale[:, None]).to(tl.float8e4nv), scale
+    top = tl.maximum(tl.max(tl.abs(x), 1), FP8_TINY)
+    factor = tl.div_rn(tl.full(top.shape, FP8_MAX, tl.float32), top)
+    return (x * factor[:, None]).to(tl.float8e4nv), top / FP8_MAX
 
 
 @triton.jit

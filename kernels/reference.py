@@ -14,7 +14,7 @@ from torch import Tensor
 from radixpool.kernels.spec import Precision
 from radixpool.kernels.tree_mask import TreeMask
 
-FP8_MAX, FP8_WEIGHT = 448.0, 256.0
+FP8_MAX, FP8_TINY, FP8_WEIGHT = 448.0, 1e-30, 256.0
 
 
 def dequantised(x: Tensor, scale: float | Tensor | None, blocks: Tensor) -> Tensor:
@@ -35,9 +35,10 @@ def gather_sequence(pool: Tensor, table: Tensor, num_tokens: int, scale: float |
     return y.reshape(-1, pool.shape[1], pool.shape[3])[:num_tokens]
 
 
-def rounded(x: Tensor, scale: Tensor | float) -> Tensor:
-    """Return `x` as e4m3 of `x / scale` would hold it, in float64."""
-    return (x.float() / scale).to(torch.float8_e4m3fn).double() * scale
+def rounded(x: Tensor, most: float, top: Tensor) -> Tensor:
+    """Return `x` in float64 as e4m3 holds it where `top` becomes `most`; the factor is exact in float32."""
+    factor = torch.full_like(top, most) / top  # a number over a tensor would be a reciprocal and a product
+    return (x.float() * factor).to(torch.float8_e4m3fn).double() * (top / most)
 
 
 def attend_row(
@@ -50,8 +51,7 @@ def attend_row(
     to the largest to e4m3. Kernels do so relative to the largest so far: the same within one tile of keys.
     """
     if precision == "fp8":
-        top = q.float().abs().amax(1, keepdim=True)
-        q = rounded(q, torch.where(top > 0, top / FP8_MAX, 1.0))
+        q = rounded(q, FP8_MAX, q.float().abs().amax(1, keepdim=True).clamp_min(FP8_TINY))
     group = q.shape[0] // k.shape[1]
     kk, vv = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("hd,nhd->hn", q.double(), kk) * scale
@@ -63,7 +63,7 @@ def attend_row(
     lse = torch.logsumexp(torch.cat([scores, extra], 1), 1)
     weights = torch.exp(scores - lse[:, None]) if k.shape[0] else scores
     if precision == "fp8" and k.shape[0]:
-        weights = rounded(weights, weights.amax(1, keepdim=True).float() / FP8_WEIGHT)
+        weights = rounded(weights, FP8_WEIGHT, weights.amax(1, keepdim=True).float())
     return torch.einsum("hn,nhd->hd", weights, vv), lse
 
 

@@ -7,11 +7,9 @@ next. If this process is killed the kernel ends its children (PR_SET_PDEATHSIG),
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,10 +23,19 @@ from typing import Self
 from radixpool.radix.errors import RadixPoolError
 
 _PREFIX = "radixpool-demo-"
-_PR_SET_PDEATHSIG = 1
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_LINES = 5
+_TIED_TO_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent was gone before the call")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the command given after the parent's process id, and is killed with the parent. No preexec_fn: that runs
+Python between fork and exec, where the locks of gRPC's threads may be held for ever."""
 
 
 class ProcessFailed(RadixPoolError):
@@ -62,7 +69,6 @@ class Supervisor:
         _remove_leftovers(parent)
         self._directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         self._spawned: list[list[subprocess.Popen[bytes]]] = []  # what was started together
-        self._libc = ctypes.CDLL(None, use_errno=True)  # loaded here: not between fork and exec
 
     def __enter__(self) -> Self:
         return self
@@ -115,28 +121,22 @@ class Supervisor:
     def _spawn(self, name: str, arguments: list[str]) -> tuple[subprocess.Popen[bytes], int]:
         """Start a process; return it with the pipe that it writes its address to once it is ready."""
         receive, send = os.pipe()
+        tied = [sys.executable, "-I", "-S", "-c", _TIED_TO_PARENT, str(os.getpid())]
         command = [sys.executable, "-m", "radixpool.rpc.cli", *arguments, "--ready-fd", str(send)]
-        parent = os.getpid()
         try:
             with (self._directory / f"{name}.log").open("wb") as log:
                 popen = subprocess.Popen(
-                    command,
+                    [*tied, *command],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=[send],
                     start_new_session=True,  # Ctrl-C reaches this process alone, which stops the others in order
-                    preexec_fn=lambda: self._die_with(parent),  # noqa: PLW1509 - two system calls, no lock
                 )
         finally:
             os.close(send)
         self._spawned[-1].append(popen)
         return popen, receive
-
-    def _die_with(self, parent: int) -> None:
-        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # the parent was gone before the call
 
     def _wait_ready(self, pipes: dict[str, int], on_ready: Callable[[str], None]) -> Iterator[tuple[str, str]]:
         deadline = time.monotonic() + _START_TIMEOUT_S

@@ -60,17 +60,21 @@ class HolderProcess:
         self._stop = stop
 
     def run(self, on_ready: Callable[[PoolHolder], None]) -> None:
-        """Allocate, register, call `on_ready` once, and stay.
+        """Allocate, register, call `on_ready` once, and stay. Returns when stopped, also before it was ready.
 
         Raises `ManagerUnavailable` (at the start only), `PoolMemoryError`, `CudaUnavailable`, or `PoolMismatch` when a
-        manager of other sizes has taken the place of the first.
+        manager of other sizes has taken the place of the first, or another holder lives.
         """
-        client = self._connect()
+        options = ClientOptions(name=self._options.name, role=ClientRole.POOL_HOLDER, retry=NO_RETRY)
+        client = Client(self._options.manager, options=options)
         try:
-            info = client.info()
+            info = self._reach(client)
+            if info is None:
+                return
             spec = self._make_spec(info.num_blocks, info.block_size)
             with self._hold(spec) as holder:
-                self._register(client, holder, lease_s=info.lease_ttl_ms / 1000)
+                if not self._register(client, holder, lease_s=info.lease_ttl_ms / 1000):
+                    return
                 _REGISTERED()
                 on_ready(holder)
                 while not self._stop.wait(_CHECK_INTERVAL_S):
@@ -82,37 +86,46 @@ class HolderProcess:
     def _hold(self, spec: PoolSpec) -> PoolHolder:
         return PoolHolder(spec, socket_address=self._options.socket_address, device=self._options.device)
 
-    def _connect(self) -> Client:
-        """Wait for the manager and return a client of it."""
-        options = ClientOptions(name=self._options.name, role=ClientRole.POOL_HOLDER, retry=NO_RETRY)
-        client = Client(self._options.manager, options=options)
-        attempts = int(self._options.connect_timeout_s / _CONNECT_INTERVAL_S)
-        for attempt in range(attempts + 1):
+    def _reach(self, client: Client) -> ServiceInfo | None:
+        """Wait for the manager and return what it says of itself; None when stopped meanwhile."""
+        gone_at = time.monotonic() + self._options.connect_timeout_s
+        while not self._stop.is_set():
             try:
-                client.info()
-            except ManagerUnavailable:
-                if attempt == attempts or self._stop.wait(_CONNECT_INTERVAL_S):
-                    client.close()
+                return client.info()
+            except ManagerUnavailable as error:
+                if time.monotonic() >= gone_at:
                     raise
-            else:
-                break
-        return client
+                log.debug("not connected yet: %s", error)
+            self._stop.wait(_CONNECT_INTERVAL_S)
+        return None
 
-    def _register(self, client: Client, holder: PoolHolder, *, lease_s: float) -> None:
-        """Register for the first time. A holder that was killed keeps its place until its lease is over: wait for that.
+    def _register(self, client: Client, holder: PoolHolder, *, lease_s: float) -> bool:
+        """Register for the first time; False when stopped meanwhile.
 
-        Raises `PoolMismatch` when the other holder is alive, `ManagerUnavailable` when the manager has gone for good.
+        A holder that was killed keeps its place until its lease is over: wait for that. Raises `PoolMismatch` when the
+        other holder is alive, `ManagerUnavailable` when the manager has gone for good.
         """
         vacant_at = time.monotonic() + lease_s + _SWEEP_S
         gone_at = time.monotonic() + self._options.connect_timeout_s
-        while True:
+        waited_for = b""
+        while not self._stop.is_set():
             try:
-                if self._stop.is_set() or time.monotonic() >= vacant_at or client.get_pool() is None:
-                    return client.register_pool(holder.describe())
+                taken = client.get_pool()
+                if taken is None or time.monotonic() >= vacant_at:
+                    client.register_pool(holder.describe())
+                    return True
+                if taken.pool_id != waited_for:
+                    waited_for = taken.pool_id
+                    log.info(
+                        "another pool is registered (%s): waiting up to %.1f s for the lease of its holder to end",
+                        waited_for.hex(),
+                        vacant_at - time.monotonic(),
+                    )
             except (ManagerUnavailable, Fenced):
-                if time.monotonic() >= gone_at or self._stop.is_set():
+                if time.monotonic() >= gone_at:
                     raise
             self._stop.wait(_CONNECT_INTERVAL_S)
+        return False
 
     def _keep_registered(self, client: Client, holder: PoolHolder) -> None:
         """Register again where the manager has forgotten the pool. Raises `PoolMismatch` when it has another one.

@@ -74,14 +74,17 @@ def check_options(options: WorkerOptions) -> None:
 
 
 def run_worker(source: ModelSource, options: WorkerOptions, *, on_ready: Callable[[str], None]) -> None:
-    """Serve until `options.stop` is set; `on_ready` is called once with the address.
+    """Serve until `options.stop` is set; `on_ready` is called once with the address, unless it is stopped before.
 
     Raises `ModelUnavailable`, `PoolMismatch`, `ManagerUnavailable`, `AddressInUse`, `CudaUnavailable`, `DeviceLost`.
     """
     require_device(options.device)
     link = ManagerLink(options.manager, source, name=options.name, stop=options.stop, device=options.device)
     try:
-        link.connect(options.connect_timeout_s)  # before the weights: a pool that does not fit shows at once
+        if not _connect(
+            link, options.stop, options.connect_timeout_s
+        ):  # before the weights: what does not fit shows at once
+            return
         model = _load(source, options.device, link.pool)
         runner = ModelRunner(model, link.pool, backend=options.attention)
         if options.device.is_cuda:
@@ -168,14 +171,19 @@ def _drive(engine: Engine, runner: ModelRunner, link: ManagerLink, stop: threadi
             _reconnect(runner, link, stop)  # gives back what the requests held
 
 
-def _reconnect(runner: ModelRunner, link: ManagerLink, stop: threading.Event) -> None:
-    if stop.wait(_RECONNECT_PAUSE_S):
-        return
+def _connect(link: ManagerLink, stop: threading.Event, timeout_s: float | None = None) -> bool:
+    """Connect, waiting for manager and pool; False when stopped meanwhile."""
     try:
-        link.connect()
+        link.connect(timeout_s)
     except RadixPoolError:
-        if stop.is_set():
-            return
-        raise
+        if not stop.is_set():
+            raise
+        return False
+    return True
+
+
+def _reconnect(runner: ModelRunner, link: ManagerLink, stop: threading.Event) -> None:
+    if stop.wait(_RECONNECT_PAUSE_S) or not _connect(link, stop):
+        return
     runner.use_pool(link.pool)  # refuses one of another shape
     log.info("connected again")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import threading
+import time
 
 import pytest
 
@@ -31,9 +33,10 @@ def make_spec(num_blocks: int, block_size: int) -> PoolSpec:
 
 
 @pytest.fixture
-def server():
+def server(request):
+    lease_ms = getattr(request, "param", LEASE_MS)
     with tempfile.TemporaryDirectory(prefix="rph", dir="/tmp") as folder:
-        options = ManagerOptions(listen=f"unix:{folder}/m.sock", num_blocks=16, block_size=4, lease_ttl_ms=LEASE_MS)
+        options = ManagerOptions(listen=f"unix:{folder}/m.sock", num_blocks=16, block_size=4, lease_ttl_ms=lease_ms)
         server = ManagerServer(options)
         server.start()
         yield server
@@ -77,6 +80,36 @@ def test_a_holder_gives_way_to_one_that_lives(server, other):
     error = run(server, lambda _holder: pytest.fail("it is not ready"))
     assert isinstance(error, PoolMismatch)
     assert "another pool is registered and its holder is alive" in str(error)
+
+
+@pytest.mark.parametrize("server", [60_000], indirect=True)
+def test_it_says_what_it_waits_for_and_a_stop_ends_the_wait(server, other, caplog):
+    """The other holder lives and will not go, but this one is asked to stop: it ends without an error."""
+    stop = threading.Event()
+    options = HolderOptions(manager=server.address)
+    process = HolderProcess(options, make_spec, stop=stop)
+    done = []
+    with caplog.at_level(logging.INFO, logger="radixpool.rpc.pool.process"):
+        thread = threading.Thread(target=lambda: done.append(process.run(lambda _holder: pytest.fail("not ready"))))
+        thread.start()
+        deadline = time.monotonic() + 10
+        while not caplog.records:
+            assert time.monotonic() < deadline, "it says nothing"
+            time.sleep(0.01)
+        time.sleep(0.3)  # several more looks, without a further word
+        stop.set()
+        thread.join(10)
+    assert done == [None]
+    (message,) = caplog.messages
+    pool_id = server.engine.pools.pool.pool_id.hex()
+    assert message.startswith(f"another pool is registered ({pool_id}): waiting up to 6")
+
+
+def test_a_stop_ends_the_wait_for_a_manager():
+    stop = threading.Event()
+    process = HolderProcess(HolderOptions(manager="unix:/nobody/here.sock"), make_spec, stop=stop)
+    threading.Timer(0.3, stop.set).start()
+    assert process.run(lambda _holder: pytest.fail("it is not ready")) is None
 
 
 class Refusing:

@@ -151,6 +151,25 @@ def test_a_gpu_that_is_not_here_is_one_line(system, command):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "manager", "said"),
+    [
+        ("pool", "nobody", "not connected yet"),
+        ("worker", "nobody", "not connected yet"),
+        ("pool", "busy", "another pool is registered"),
+    ],
+)
+def test_a_stop_while_it_waits_is_no_failure(system, command, manager, said):
+    """For a manager that does not come, or for the place of a holder that lives."""
+    address = system.address if manager == "busy" else "unix:/nobody/here.sock"
+    arguments = [command, "--address", address, "--model", system.model, "--log-level", "debug"]
+    command = [sys.executable, "-m", "radixpool.rpc.cli", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert any(said in line for line in process.stderr)
+        process.terminate()
+        assert process.wait(20) == 0, process.stderr.read()
+
+
 def test_the_pool_has_no_name_that_could_stay_behind(system, named_memory_of):
     for process in (system.manager, system.pool, *system.workers):
         assert named_memory_of(process.popen.pid) == []

@@ -42,7 +42,6 @@ class _Request:
     reserve: int
     limit: int
     media: tuple[MediaSpan, ...]
-    marks: Marks
     partial: bool
     in_flight: InFlightMode
 
@@ -149,16 +148,11 @@ class Admission(InFlight):
         block_size = self.block_size
         limit = num_tokens - 1
         if reserve or max_hit is not None:
-            check_count("reserve", reserve)
-            if max_hit is not None:
-                check_count("max_hit", max_hit)
-                limit = min(max_hit, num_tokens)
+            limit = _hit_limit(num_tokens, reserve=reserve, max_hit=max_hit)
         root = self._roots.get(namespace) or self._root(namespace)
         tables: list[bytes] = []
         if media or partial or in_flight != "ignore":
-            spans = tuple(media)
-            marks = mark_blocks(spans, num_tokens, block_size)
-            request = _Request(key, namespace, root, reserve, limit, spans, marks, partial, in_flight)
+            request = _Request(key, namespace, root, reserve, limit, tuple(media), partial, in_flight)
             return self._acquire_with(request, tables)
         node, pos, child, head = self._walk(root, key, 0, limit // block_size * self._stride, tables)
         hit = pos // self._stride + head
@@ -248,14 +242,15 @@ class Admission(InFlight):
         if request.in_flight not in ("ignore", "report", "wait"):
             raise ValueError(f"in_flight must be 'ignore', 'report' or 'wait', not {request.in_flight!r}")
         key, root = request.key, request.root
-        walk = self._walk_marked(root, key, request.limit // self.block_size, request.marks, tables)
+        marks = mark_blocks(request.media, len(key) >> 2, self.block_size)
+        walk = self._walk_marked(root, key, request.limit // self.block_size, marks, tables)
         node, pos, child, head = walk
         hit = pos // self._stride + head
-        producer = self._look_in_flight(request, node) if child is None else None
+        producer = self._look_in_flight(request, marks, node) if child is None else None
         if producer is not None and request.in_flight == "wait":
             seq, shared = producer
             return PendingPrefix(seq.handle, hit * self.block_size, shared * self.block_size)
-        source, common = self._find_partial(walk, request, hit)
+        source, common = self._find_partial(walk, request, hit) if hit not in marks else (None, 0)
         needed = -(-((len(key) >> 2) + request.reserve) // self.block_size) - hit
         if source is not None and not self._has_room(needed, root, source, head + 1):
             source = None  # what may be gained by a copy is no reason to refuse
@@ -270,7 +265,7 @@ class Admission(InFlight):
             node = self._split(child, head)
             tables.append(node.blocks)
         seq = self._admit(key, request.namespace, root, node, tables, needed)
-        seq._media, seq._marks = request.media, request.marks
+        seq._media, seq._marks = request.media, marks
         seq.in_flight = None if producer is None else producer[0].handle
         if source is not None:
             self._copy_on_write(seq, source, common)
@@ -278,10 +273,10 @@ class Admission(InFlight):
             self._track(seq)  # again: now its marks are known
         return seq
 
-    def _look_in_flight(self, request: _Request, node: Node) -> tuple[Sequence, int] | None:
+    def _look_in_flight(self, request: _Request, marks: Marks, node: Node) -> tuple[Sequence, int] | None:
         if request.in_flight == "ignore":
             return None
-        return self._find_producer(node, request.key, request.marks, request.limit // self.block_size)
+        return self._find_producer(node, request.key, marks, request.limit // self.block_size)
 
     def _copy_on_write(self, seq: Sequence, source: Node, common: int) -> None:
         """Let the first private block begin as a copy of `source`'s last one, which is held until the first commit."""
@@ -296,7 +291,7 @@ class Admission(InFlight):
 
     def _find_partial(self, walk: Walk, request: _Request, hit: int) -> tuple[Node | None, int]:
         """Find the run whose next block shares most tokens with the prompt's. O(children looked at)."""
-        if not request.partial or hit in request.marks:
+        if not request.partial:
             return None, 0
         above, _, child, head = walk
         stride, start = self._stride, hit * self._stride
@@ -325,6 +320,15 @@ def _common_tokens(left: bytes, right: bytes) -> int:
 def _refuse_prompt(key: bytes) -> NoReturn:
     pack_tokens(key)
     raise ValueError("tokens is empty: a request has at least 1 token")
+
+
+def _hit_limit(num_tokens: int, *, reserve: int, max_hit: int | None) -> int:
+    """Check both counts and return the most tokens that may be hit."""
+    check_count("reserve", reserve)
+    if max_hit is None:
+        return num_tokens - 1
+    check_count("max_hit", max_hit)
+    return min(max_hit, num_tokens)
 
 
 def check_count(name: str, value: int) -> None:

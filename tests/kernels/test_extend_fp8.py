@@ -12,9 +12,10 @@ from radixpool.kernels import TreeMask
 CUDA = torch.cuda.is_available()
 FP8 = torch.float8_e4m3fn
 HEAD_DIM = 128 if CUDA else 32
-# The same rounding; a weight next to a tie falls to the other side now and then. The tensor core adds fp8 products with
-# about 14 bits, which shows in the scores too; other roundings of the same size would differ by 5e-2.
-ONE_TILE, LSE_LIMIT = (3e-2, 2e-2) if CUDA else (1e-2, 1e-3)
+# The same roundings. What is left is a weight next to a tie that falls to the other side, and on a tensor core the
+# sums: with 13 bits below the largest of 32 terms, emulated, these tests differ by 4e-3 (outputs) and 1.3e-3 (LSE;
+# 4.5e-3 with 12 bits). Another rounding would show: 2.5e-2 is what this one costs.
+ONE_TILE, LSE_LIMIT = 1e-2, 1e-2 if CUDA else 1e-3
 WHOLE = 6e-2  # against exact float64: e4m3 keeps 3 bits of each query and each weight
 
 
@@ -91,7 +92,8 @@ def test_what_rounding_costs_over_many_tiles(make_batch, lens):
     out, lse = batch.run(precision="fp8")
     assert norm(exact, want) < 3e-3
     assert 1e-2 < norm(out, want) < WHOLE
-    torch.testing.assert_close(lse.double().cpu(), want_lse, atol=0.2, rtol=1e-2)  # a row of few keys moves with one
+    # e4m3 moves a score by 2.6e-2 (one sigma); a row of one key shows it all, the largest of thousands is 5 sigma
+    torch.testing.assert_close(lse.double().cpu(), want_lse, atol=0.2, rtol=1e-2)
 
 
 def test_decoding_stays_exact(make_batch):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from radixpool.kernels import TreeMask, reference
+from radixpool.kernels import TreeMask, alibi_slopes, reference
 
 CUDA = torch.cuda.is_available()
 FP8 = torch.float8_e4m3fn
@@ -48,12 +48,17 @@ def sequence_scores(batch, i, options):
         scores = options["soft_cap"] * torch.tanh(scores / options["soft_cap"])
     limit = torch.arange(length - new + 1, length + 1, device=device)[:, None]
     key = torch.arange(length, device=device)[None]
-    seen = key < limit
+    if "alibi_slopes" in options:
+        scores = scores + options["alibi_slopes"].double()[:, None, None] * (key - limit + 1)
+    distance = limit - key  # 1 for the row's own token
     if "tree" in options:
-        bits = options["tree"].bits()[start : start + new, :new]
-        seen = torch.cat([torch.ones(new, length - new, dtype=torch.bool, device=device), bits], 1)
+        bits = options["tree"].bits()[start : start + new, :new].long()
+        from_here = bits.flip(1).cumsum(1).flip(1)  # nodes of the path from this one to the row's own
+        before = from_here[:, :1] + length - new - key[:, : length - new]
+        distance = torch.cat([before, from_here * bits], 1)
+    seen = distance > 0
     if options.get("window"):
-        seen &= key >= limit - options["window"]
+        seen &= distance <= options["window"]
     return scores.masked_fill(~seen, -math.inf)
 
 
@@ -103,34 +108,41 @@ def test_the_oracle_is_the_reference(make_batch):
         got, want = oracle(batch, **chosen), batch.reference(**chosen)
         for ours, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(ours.cpu(), theirs, atol=1e-9, rtol=1e-9)
+    slopes = {"alibi_slopes": torch.linspace(0.1, 1, 4, device=batch.q.device), "window": 30}
+    torch.testing.assert_close(oracle(batch, **slopes)[0].cpu(), batch.reference(**slopes)[0], atol=1e-9, rtol=1e-9)
     trees = make_batch(heads=(4, 2), lens=(40, 21), new=(6, 3), backend="torch")
     tree = TreeMask.from_parents([[-1, 0, 0, 1, -1, 4], [-1, 0, 0]], device=trees.q.device)
-    got = oracle(trees, tree=tree)[0].cpu()
-    host = reference.attention(
-        trees.q.cpu(), trees.k_pool.cpu(), trees.v_pool.cpu(), trees.tables, torch.tensor(trees.lens),
-        trees.query_lens, scale=trees.head_dim**-0.5, tree=TreeMask(tree.nodes.cpu()),
-    )  # fmt: skip
-    torch.testing.assert_close(got, host[0], atol=1e-9, rtol=1e-9)
+    for window in (0, 2, 9):
+        got = oracle(trees, tree=tree, window=window)[0].cpu()
+        host = reference.attention(
+            trees.q.cpu(), trees.k_pool.cpu(), trees.v_pool.cpu(), trees.tables, torch.tensor(trees.lens),
+            trees.query_lens, scale=trees.head_dim**-0.5, tree=TreeMask(tree.nodes.cpu()), window=window,
+        )  # fmt: skip
+        torch.testing.assert_close(got, host[0], atol=1e-9, rtol=1e-9)
 
 
 def make(make_batch, shape, sequences, share, seed, **changes):
     heads, head_dim, block_size, layout, q_dtype, _ = shape
     lens, new = tuple(c + n for c, n in sequences), tuple(n for _, n in sequences)
     assume(max(new) * heads[0] // heads[1] > 64)  # otherwise no tall tile
-    shared = min(lens) // block_size if share else 0
-    sharers = [(list(range(len(lens))), shared)] if shared and len(lens) > 1 else []
     return make_batch(
         heads=heads, head_dim=head_dim, block_size=block_size, layout=layout, q_dtype=q_dtype, lens=lens, new=new,
-        shared=sharers, seed=seed, **changes,
+        shared=sharers(lens, block_size) if share else [], seed=seed, **changes,
     )  # fmt: skip
 
 
-def masks_of(shape, data):
-    """Draw values for the masks of a shape."""
+def sharers(lens, block_size):
+    """Let all sequences begin with the same blocks, as far as the shortest reaches."""
+    shared = min(lens) // block_size
+    return [(list(range(len(lens))), shared)] if shared and len(lens) > 1 else []
+
+
+def masks_of(names, heads, data):
+    """Draw values for masks."""
     values = {"window": st.integers(1, 900), "soft_cap": st.floats(0.5, 30.0)}
-    masks = {name: data.draw(values[name]) for name in shape[5] if name in values}
-    if "sinks" in shape[5]:
-        masks["sinks"] = torch.linspace(-2, 2, shape[0][0], device="cuda")
+    masks = {name: data.draw(values[name]) for name in names if name in values}
+    if "sinks" in names:
+        masks["sinks"] = torch.linspace(-2, 2, heads, device="cuda")
     return masks
 
 
@@ -144,7 +156,7 @@ def took_fast_path(plan, precision="full"):
 @many
 def test_ragged_batches(make_batch, shape, sequences, share, seed, data):
     batch = make(make_batch, shape, sequences, share, seed, kv_dtype=shape[4])
-    plan = check(batch, limit=2e-2, scale=data.draw(st.floats(0.02, 0.3)), **masks_of(shape, data))
+    plan = check(batch, limit=2e-2, scale=data.draw(st.floats(0.02, 0.3)), **masks_of(shape[5], shape[0][0], data))
     tall = 128 in plan.device_plan.heights and max(batch.new) > 8
     assert took_fast_path(plan) == tall
 
@@ -157,7 +169,7 @@ def test_ragged_batches(make_batch, shape, sequences, share, seed, data):
 def test_fp8_pools(make_batch, shape, precision, sequences, share, seed, data):
     batch = make(make_batch, shape, sequences, share, seed, kv_dtype=FP8)
     by_head = torch.linspace(0.5, 1, batch.heads[1], device="cuda")
-    options = masks_of(shape, data) | {"k_scale": by_head, "v_scale": by_head.flip(0).contiguous()}
+    options = masks_of(shape[5], shape[0][0], data) | {"k_scale": by_head, "v_scale": by_head.flip(0).contiguous()}
     rounded = precision == "fp8"
     check(batch, limit=0.3 if rounded else 2e-2, lse_limit=0.2 if rounded else 5e-3, precision=precision, **options)
 
@@ -175,18 +187,38 @@ def test_fp8_products_take_the_fast_kernel(make_batch, head_dim, block_size):
     assert (out.double() - want).norm() / want.norm() < 4.5e-2
 
 
+# dtypes of Q and of the pool, and masks beside the one under test
+PLAIN = [
+    (BF16, BF16, ()),
+    (FP16, FP16, ("window", "soft_cap")),
+    (BF16, FP8, ("window", "sinks")),
+    (FP16, FP8, ("sinks",)),
+]
+by_dtype = pytest.mark.parametrize(("q_dtype", "kv_dtype", "masks"), PLAIN, ids=str)
+
+
 @gpu
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP8], ids=str)
+@by_dtype
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 64)), min_size=1, max_size=12), st.booleans(),
-       st.randoms(use_true_random=False))  # fmt: skip
+       st.randoms(use_true_random=False), st.data())  # fmt: skip
 @many
-def test_draft_trees(make_batch, dtype, sequences, share, random):
+def test_draft_trees(make_batch, q_dtype, kv_dtype, masks, sequences, share, random, data):
     lens, new = tuple(c + n for c, n in sequences), tuple(n for _, n in sequences)
-    shared = min(c for c, _ in sequences) // 16 if share and len(lens) > 1 else 0
-    batch = make_batch(heads=(8, 2), head_dim=128, lens=lens, new=new, kv_dtype=dtype,
-                       shared=[(list(range(len(lens))), shared)] if shared else [])  # fmt: skip
+    context = [c for c, _ in sequences]
+    batch = make_batch(heads=(8, 2), head_dim=128, lens=lens, new=new, q_dtype=q_dtype, kv_dtype=kv_dtype,
+                       shared=sharers(context, 16) if share else [])  # fmt: skip
     parents = [[random.randint(-1, j - 1) for j in range(n)] for n in new]
-    check(batch, limit=2e-2, tree=TreeMask.from_parents(parents, device="cuda"))
+    check(batch, limit=2e-2, tree=TreeMask.from_parents(parents, device="cuda"), **masks_of(masks, 8, data))
+
+
+@gpu
+@by_dtype
+@given(st.lists(SEQUENCE, min_size=1, max_size=5), st.booleans(), st.integers(0, 99), st.data())
+@many
+def test_alibi(make_batch, q_dtype, kv_dtype, masks, sequences, share, seed, data):
+    shape = ((12, 4), 128, 16, "HND", q_dtype, masks)
+    batch = make(make_batch, shape, sequences, share, seed, kv_dtype=kv_dtype)
+    check(batch, limit=2e-2, alibi_slopes=alibi_slopes(12, device="cuda"), **masks_of(masks, 12, data))
 
 
 @gpu

@@ -72,10 +72,10 @@ def letters() -> Callable[..., Letters]:
 
 @pytest.fixture
 def simulator() -> ModuleType:
-    """Return the simulator module beside this file."""
-    name = "radixpool_tests_radix_simulator"
+    """Return the package `simulation` beside this file."""
+    name = "radixpool_tests_radix_simulation"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "simulator.py")
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "simulation" / "__init__.py")
         assert spec is not None
         assert spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -18,13 +18,13 @@ PATCHES = sorted((HERE / "mutations").glob("*.patch"))
 SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import radixpool, simulator
+import radixpool, simulation
 assert radixpool.__file__.startswith(sys.argv[2]), radixpool.__file__
 for seed in range(60):
-    actions = simulator.actions_of(seed, 120)
-    error, _ = simulator.run(seed, actions, "lru")
+    actions = simulation.actions_of(seed, 120)
+    error, _ = simulation.run(seed, actions, "lru")
     if error is not None:
-        print(simulator.shortest(seed, actions, "lru"))
+        print(simulation.shortest(seed, actions, "lru"))
         sys.exit(3)
 """
 

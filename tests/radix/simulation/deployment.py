@@ -2,14 +2,13 @@
 
 One seed decides everything. The memory holds, for every slot, which token after which prefix was written there; a step
 touches it as late as it can, when it completes. So a block that is handed out too early, or found too early, shows as
-wrong content, whatever the cache believes. `shortest` reduces a failing run to few actions.
+wrong content, whatever the cache believes.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from radixpool.radix import (
     EventLog,
@@ -19,65 +18,18 @@ from radixpool.radix import (
     PinBudgetExceeded,
     PoolExhausted,
     QuotaExceeded,
-    RadixPoolError,
     Sequence,
 )
 from radixpool.radix.errors import CacheBusy
 from radixpool.radix.eventindex import EventIndex
 from radixpool.radix.replay import Operation, RecordedCache
 
-BLOCK = 2
+from .directory import BLOCK, Directory, DiskFull
+
 LEASE = 60.0
 NAMESPACES = (Namespace(), Namespace(tenant="a"), Namespace(tenant="a", adapter="x"))
 STEMS = ([0, 0, 1], [0, 0, 1, 1], [1, 0])
 Action = tuple[int, int, int, int]
-
-
-def _ids(packed: bytes) -> list[int]:
-    return memoryview(packed).cast("i").tolist()
-
-
-class DiskFull(RadixPoolError):
-    """The simulated directory refuses a commit."""
-
-
-class Directory:
-    """A persistence that records states, and refuses when told to."""
-
-    def __init__(self) -> None:
-        self.state: dict[int, str] = {}
-        self.refuse = False
-
-    def prepare(self, namespace, media=b"") -> None:
-        if self.refuse:
-            self.refuse = False
-            raise DiskFull("disk full")
-
-    def handed_out(self, blocks) -> None:
-        for block in _ids(blocks):  # free, or evicted for it
-            assert self.state.get(block, "free") in ("free", "stored")
-            self.state[block] = "private"
-
-    def stored(self, blocks, tokens, *, parent, position, namespace, last_use, media=b"") -> None:
-        assert len(tokens) == len(blocks) * BLOCK
-        assert parent == -1 or self.state[parent] == "stored"
-        assert (parent == -1) == (position == 0)
-        self.set(blocks, "private", "stored")
-
-    def removed(self, blocks) -> None:
-        self.set(blocks, "stored", "private")
-
-    def returned(self, blocks) -> None:
-        for block in _ids(blocks):
-            assert self.state.pop(block) in ("private", "stored")
-
-    def touched(self, block, last_use) -> None:
-        assert self.state[block] == "stored"
-
-    def set(self, blocks, before: str, after: str) -> None:
-        for block in _ids(blocks):
-            assert self.state.get(block, "free") == before, f"block {block} is {self.state.get(block)}, not {before}"
-            self.state[block] = after
 
 
 @dataclass(eq=False)
@@ -412,54 +364,3 @@ class Simulation:
         stats = self.cache.stats()
         assert stats.free_blocks == stats.num_blocks, f"{stats.num_blocks - stats.free_blocks} blocks leaked"
         assert (stats.num_nodes, stats.num_sequences, stats.num_namespaces, stats.num_pins) == (0, 0, 0, 0)
-
-
-def actions_of(seed: int, count: int) -> list[Action]:
-    """Return the actions that a seed stands for."""
-    rng = random.Random(seed)
-    return [(rng.randrange(10_000), *(rng.randrange(10_000) for _ in range(3))) for _ in range(count)]
-
-
-@dataclass
-class Failure:
-    """A failing run, reduced."""
-
-    seed: int
-    error: Exception
-    actions: list[Action] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f"seed {self.seed}: {type(self.error).__name__}: {str(self.error).splitlines()[0]}"]
-        lines += [f"shortest log found, {len(self.actions)} actions: {self.actions}"]
-        return "\n".join(lines + [f"  {operation.to_json()}" for operation in self.operations])
-
-
-def run(seed: int, actions: list[Action], policy: str) -> tuple[Exception | None, Simulation]:
-    """Run a simulation; return what went wrong, if anything."""
-    simulation = Simulation(seed, policy)
-    try:
-        for action in actions:
-            simulation.act(action)
-        simulation.drain()
-    except Exception as error:
-        return error, simulation
-    return None, simulation
-
-
-def shortest(seed: int, actions: list[Action], policy: str) -> Failure:
-    """Reduce failing actions by leaving out ever smaller pieces, as long as the run still fails."""
-    error, simulation = run(seed, actions, policy)
-    assert error is not None
-    size = len(actions) // 2
-    while size:
-        at = 0
-        while at < len(actions):
-            fewer = actions[:at] + actions[at + size :]
-            found, attempt = run(seed, fewer, policy)
-            if found is not None:
-                actions, error, simulation = fewer, found, attempt
-            else:
-                at += size
-        size //= 2
-    return Failure(seed, error, actions, simulation.log)

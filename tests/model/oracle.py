@@ -361,11 +361,8 @@ class Oracle:
             self.unpin(pin_id)
         scope = [ns for ns in self.roots if namespace in (None, ns)]
         if mode == "drain":
-            while True:
-                kept = self.held() | self.fenced()
-                leaves = [e for ns in scope for e in self.findable().get(ns, []) if not e.children and e not in kept]
-                if not leaves:
-                    break
+            kept = self.held() | self.fenced()
+            while leaves := [e for ns in scope for e in self.roots[ns].below() if not e.children and e not in kept]:
                 for entry in leaves:
                     assert entry.parent is not None
                     del entry.parent.children[entry.tokens]

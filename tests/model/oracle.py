@@ -389,12 +389,9 @@ class Oracle:
         self.settle()
 
     def settle(self) -> None:
-        waiting = []
         for fence in self.fences:
             fence.steps = {w: s for w, s in fence.steps.items() if w in self.workers and s > self.workers[w]}
-            if fence.steps:
-                waiting.append(fence)
-            else:
+            if not fence.steps:
                 self.free.update(fence.private)
-        self.fences = waiting
+        self.fences = [fence for fence in self.fences if fence.steps]
         self.bury()

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["MediaSpan", "Segment", "mark_blocks", "segments"]
+__all__ = ["MAX_DIGEST_BYTES", "MediaSpan", "Segment", "mark_blocks", "segments"]
+
+MAX_DIGEST_BYTES = 256
+"""Every block under the content carries its digest, so a long one would cost its length a block."""
 
 Marks = dict[int, bytes]  # block index -> encoded spans that cover it
 
@@ -20,7 +23,7 @@ class MediaSpan(NamedTuple):
     Attributes:
         start: first placeholder token, counted from the beginning of the sequence.
         length: number of placeholder tokens, at least 1.
-        digest: digest of the content and of everything that changes its embedding.
+        digest: digest of the content and of everything that changes its embedding, 1 to 256 bytes.
 
     """
 
@@ -41,7 +44,8 @@ def mark_blocks(media: Iterable[MediaSpan], num_tokens: int, block_size: int) ->
     """Return the encoded spans of every block that media content covers. O(blocks covered).
 
     Raises:
-        ValueError, TypeError: a span outside the tokens, out of order, overlapping, or without a digest.
+        ValueError, TypeError: a span outside the tokens, out of order, overlapping, or without a digest, or with one
+            that is too long.
 
     >>> marks = mark_blocks([MediaSpan(1, 2, b"cat")], 4, 2)
     >>> sorted(marks), marks[0] == marks[1]
@@ -54,6 +58,8 @@ def mark_blocks(media: Iterable[MediaSpan], num_tokens: int, block_size: int) ->
         start, length, digest = span
         if not isinstance(digest, bytes) or not digest:
             raise TypeError(f"media[{index}].digest must be non-empty bytes, not {digest!r}")
+        if len(digest) > MAX_DIGEST_BYTES:
+            raise ValueError(f"media[{index}].digest must be at most {MAX_DIGEST_BYTES} bytes, not {len(digest)}")
         if not isinstance(start, int) or not isinstance(length, int) or length < 1 or start < end:
             raise ValueError(
                 f"media[{index}] must begin at or after token {end} and cover at least 1, not {start}+{length}"

@@ -6,12 +6,13 @@ does not notice. A request may ask for a range before it is committed; it takes 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from radixpool.radix.admission import Admission, check_count
 from radixpool.radix.errors import UnknownSequence
 from radixpool.radix.eviction.base import DEFAULT_PRIORITY
-from radixpool.radix.media import Marks
+from radixpool.radix.media import Marks, MediaSpan, mark_blocks
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.node import Node
 from radixpool.radix.options import CacheOptions
@@ -62,18 +63,20 @@ class Retention(Admission):
         priority: int,
         *,
         namespace: Namespace = DEFAULT_NAMESPACE,
+        media: Iterable[MediaSpan] = (),
         start: int = 0,
         stop: int | None = None,
         ttl: float | None = None,
     ) -> int:
         """Set the priority of tokens `[start, stop)` of a prefix; return how many cached blocks have it now.
 
-        Only whole blocks within the range count. Of a prefix what is cached is set; of a sequence also what it commits
-        later. After `ttl` seconds (by `expire`) the priority is the default again. O(length of the match).
+        Only whole blocks within the range count. Of a prefix what is cached is set; of a sequence, which has its own
+        namespace and media, also what it commits later. After `ttl` seconds (by `expire`) the priority is the default
+        again. O(length of the match).
 
         Raises:
             UnknownSequence: the sequence was released.
-            ValueError, TypeError: bad tokens, range, priority or TTL.
+            ValueError, TypeError: bad tokens, media, range, priority or TTL.
 
         """
         if not isinstance(priority, int) or not 0 <= priority <= MAX_PRIORITY:
@@ -90,8 +93,9 @@ class Retention(Admission):
             self._wanted.setdefault(tokens.handle, []).append(wanted)
             return self._apply(tokens, wanted, 0)
         key = pack_tokens(tokens)
+        marks = mark_blocks(media, len(key) >> 2, self.block_size)
         last = min(last, len(key) // self._stride)
-        return self._set_range(_Range(namespace, key, {}, first, last, priority, deadline))
+        return self._set_range(_Range(namespace, key, marks, first, last, priority, deadline))
 
     def _apply_wanted(self, seq: Sequence, committed_before: int) -> None:
         """Give the blocks `seq` has just committed the priorities it asked for."""

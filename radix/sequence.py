@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,6 +110,11 @@ class Sequence:
     def namespace(self) -> Namespace:
         """The namespace it was admitted under."""
         return self._namespace
+
+    @property
+    def media_keys(self) -> Mapping[int, bytes]:
+        """What media adds to the keys of blocks, by block index; see `radixpool.radix.media`."""
+        return self._marks
 
     @property
     def state(self) -> str:

@@ -5,10 +5,13 @@ Token ids and block ids cross the wire as packed little-endian bytes, so that a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from radixpool.radix import Namespace
+from radixpool.radix.media import MediaSpan
 from radixpool.radix.namespace import DEFAULT_NAMESPACE
 from radixpool.rpc.generation import (
     FinishReason,
@@ -28,7 +31,7 @@ from radixpool.rpc.pool_types import (
     PoolLayout,
     PoolSpec,
 )
-from radixpool.v1 import common_pb2, pool_pb2, worker_pb2
+from radixpool.v1 import cache_pb2, common_pb2, pool_pb2, worker_pb2
 
 _DTYPE_TO_WIRE = {
     KvDtype.FLOAT32: pool_pb2.KV_DTYPE_FLOAT32,
@@ -49,6 +52,16 @@ def block_ids_from_wire(packed: bytes) -> npt.NDArray[np.int32]:
 def block_ids_to_wire(block_ids: npt.NDArray[np.int32]) -> bytes:
     """Return block ids as packed little-endian int32. O(len(block_ids))."""
     return block_ids.astype("<i4", copy=False).tobytes()
+
+
+def media_to_wire(media: Iterable[MediaSpan]) -> list[cache_pb2.MediaSpan]:
+    """Return the messages of contents that placeholder tokens stand for."""
+    return [cache_pb2.MediaSpan(start=span.start, length=span.length, digest=span.digest) for span in media]
+
+
+def media_from_wire(spans: Iterable[cache_pb2.MediaSpan]) -> list[MediaSpan]:
+    """Return the contents that placeholder tokens stand for."""
+    return [MediaSpan(span.start, span.length, span.digest) for span in spans]
 
 
 def tokens_from_wire(packed: bytes) -> npt.NDArray[np.uint32]:

@@ -28,8 +28,8 @@ class ProcessWatch:
         if process is not None and process.pid and _is_here(process):
             try:
                 self._fd = os.pidfd_open(process.pid)
-            except OSError:
-                self._fd = None  # gone already, or not ours to see: the lease has to do
+            except (OSError, OverflowError):
+                self._fd = None  # gone already, not ours to see, or no number of a process: the lease has to do
 
     @property
     def is_certain(self) -> bool:

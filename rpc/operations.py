@@ -39,10 +39,14 @@ class ServiceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Ask how long a prefix of `tokens` is cached. Result: Matched."""
+    """Ask how long a prefix of `tokens` is cached. Result: Matched.
+
+    media: contents that placeholder tokens stand for.
+    """
 
     tokens: Tokens
     namespace: Namespace = DEFAULT_NAMESPACE
+    media: tuple[MediaSpan, ...] = ()
 
 
 class InFlight(Enum):

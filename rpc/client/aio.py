@@ -153,9 +153,12 @@ class AsyncClient:
         request = codec.release_request(ops.Release(handle, after_step))
         return codec.released(await self._to_its_end(self._change(self._cache.Release, request)))
 
-    async def match(self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ops.Matched:
+    async def match(
+        self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE, media: Iterable[MediaSpan] = ()
+    ) -> ops.Matched:
         """Return how long a prefix of `tokens` is cached right now; holds nothing."""
-        return codec.matched(await self._read(self._cache.Match, codec.match_request(ops.Match(tokens, namespace))))
+        request = codec.match_request(ops.Match(tokens, namespace, tuple(media)))
+        return codec.matched(await self._read(self._cache.Match, request))
 
     async def get_block_tables(self, handles: Iterable[bytes]) -> ops.BlockTables:
         """Return tokens and block tables of sequences that anybody acquired; errors stand in their place."""

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from radixpool.radix import CopyOrder, Namespace
+from radixpool.radix.media import MediaSpan
 from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import operations as ops
 from radixpool.rpc.convert import (
     block_ids_from_wire,
+    media_to_wire,
     namespace_to_wire,
     optional_namespace_to_wire,
     tokens_from_wire,
@@ -21,7 +23,11 @@ from radixpool.v1 import admin_pb2, cache_pb2
 
 def match_request(op: ops.Match) -> cache_pb2.MatchRequest:
     """Return the message of a match."""
-    return cache_pb2.MatchRequest(tokens=pack_tokens(op.tokens), namespace=optional_namespace_to_wire(op.namespace))
+    return cache_pb2.MatchRequest(
+        tokens=pack_tokens(op.tokens),
+        namespace=optional_namespace_to_wire(op.namespace),
+        media=media_to_wire(op.media),
+    )
 
 
 def acquire_request(op: ops.Acquire) -> cache_pb2.AcquireRequest:
@@ -31,7 +37,7 @@ def acquire_request(op: ops.Acquire) -> cache_pb2.AcquireRequest:
         namespace=optional_namespace_to_wire(op.namespace),
         reserve=op.reserve,
         max_hit_tokens=op.max_hit,
-        media=[cache_pb2.MediaSpan(start=span.start, length=span.length, digest=span.digest) for span in op.media],
+        media=media_to_wire(op.media),
         partial=op.partial,
         in_flight=cache_pb2.InFlightMode.ValueType(op.in_flight.value),
     )
@@ -252,6 +258,8 @@ def inspect_sequence_request(sequence: bytes | int) -> admin_pb2.InspectSequence
     return admin_pb2.InspectSequenceRequest(sequence_id=sequence)
 
 
-def prefix(tokens: ops.Tokens, namespace: Namespace) -> admin_pb2.Prefix:
-    """Return the message that names tokens in a namespace."""
-    return admin_pb2.Prefix(tokens=pack_tokens(tokens), namespace=namespace_to_wire(namespace))
+def prefix(tokens: ops.Tokens, namespace: Namespace, media: Iterable[MediaSpan]) -> admin_pb2.Prefix:
+    """Return the message that names tokens, with their media, in a namespace."""
+    return admin_pb2.Prefix(
+        tokens=pack_tokens(tokens), namespace=namespace_to_wire(namespace), media=media_to_wire(media)
+    )

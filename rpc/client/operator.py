@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixpool.radix import DEFAULT_NAMESPACE, Namespace
+from radixpool.radix.media import MediaSpan
 from radixpool.rpc import events, inspection
 from radixpool.rpc import operations as ops
 from radixpool.rpc.advice import AdviceReport, advice_from_wire
@@ -36,13 +37,18 @@ class OperatorCalls:
     # Changes.
 
     def pin(
-        self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE, ttl_ms: int = 0
+        self,
+        tokens: ops.Tokens,
+        *,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        media: Iterable[MediaSpan] = (),
+        ttl_ms: int = 0,
     ) -> inspection.Pinned:
         """Keep the cached whole blocks of a prefix from being evicted; `ttl_ms` 0 means until `unpin`.
 
         Raises NotCached, PinBudgetExceeded.
         """
-        request = admin_pb2.PinRequest(prefix=codec.prefix(tokens, namespace), ttl_ms=ttl_ms)
+        request = admin_pb2.PinRequest(prefix=codec.prefix(tokens, namespace, media), ttl_ms=ttl_ms)
         reply = self._change_anew(self._admin.Pin, request)
         return inspection.Pinned(reply.pin_id, reply.pinned_tokens)
 
@@ -56,13 +62,18 @@ class OperatorCalls:
         priority: int,
         *,
         namespace: Namespace = DEFAULT_NAMESPACE,
+        media: Iterable[MediaSpan] = (),
         start: int = 0,
         stop: int | None = None,
         ttl_ms: int = 0,
     ) -> int:
         """Set the priority (0 to 100) of what is cached of tokens `[start, stop)`; return how many blocks that is."""
         request = admin_pb2.SetRetentionRequest(
-            prefix=codec.prefix(tokens, namespace), priority=priority, start_token=start, stop_token=stop, ttl_ms=ttl_ms
+            prefix=codec.prefix(tokens, namespace, media),
+            priority=priority,
+            start_token=start,
+            stop_token=stop,
+            ttl_ms=ttl_ms,
         )
         return self._change_anew(self._admin.SetRetention, request).num_blocks
 
@@ -91,9 +102,11 @@ class OperatorCalls:
 
     # Reads.
 
-    def explain_miss(self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE) -> inspection.Miss:
+    def explain_miss(
+        self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE, media: Iterable[MediaSpan] = ()
+    ) -> inspection.Miss:
         """Say how far a prompt is cached, and why no further."""
-        request = admin_pb2.ExplainMissRequest(prefix=codec.prefix(tokens, namespace))
+        request = admin_pb2.ExplainMissRequest(prefix=codec.prefix(tokens, namespace, media))
         return inspection.miss_from_wire(self._read(self._admin.ExplainMiss, request))
 
     def subscribe_events(self, after: events.Position | None = None) -> Iterator[events.EventBatch]:

@@ -168,9 +168,12 @@ class Client(OperatorCalls):
         request = codec.release_request(ops.Release(handle, after_step))
         return codec.released(self._change(self._cache.Release, request))
 
-    def match(self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE) -> ops.Matched:
+    def match(
+        self, tokens: ops.Tokens, *, namespace: Namespace = DEFAULT_NAMESPACE, media: Iterable[MediaSpan] = ()
+    ) -> ops.Matched:
         """Return how long a prefix of `tokens` is cached right now; holds nothing."""
-        return codec.matched(self._read(self._cache.Match, codec.match_request(ops.Match(tokens, namespace))))
+        request = codec.match_request(ops.Match(tokens, namespace, tuple(media)))
+        return codec.matched(self._read(self._cache.Match, request))
 
     def get_block_tables(self, handles: Iterable[bytes]) -> ops.BlockTables:
         """Return tokens and block tables of sequences that anybody acquired; errors stand in their place."""

@@ -113,7 +113,7 @@ class Engine:
     def run(self, kind: str, request: Any, reply: Any) -> None:
         """Run one operation under the header of its own request and fill `reply`. Raises what the operation raises."""
         self._require_recovered()
-        self.run_once(request.header, reply, lambda lease: self.operations.handlers[kind](lease, request, reply))
+        self.run_once(request.header, reply, lambda lease: self.operations.run_one(kind, lease, request, reply))
 
     def run_batch(
         self,
@@ -167,7 +167,7 @@ class Engine:
     ) -> None:
         """Describe sequences by their handles; needs no lease."""
         with self.lock:
-            self.operations.get_block_tables(None, request, reply)
+            self.operations.get_block_tables(request, reply)
             self.stamp(reply.header)
 
     def _require_recovered(self) -> None:

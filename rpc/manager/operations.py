@@ -13,13 +13,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 from radixpool.radix import CopyOrder, Namespace, PendingPrefix, RadixCache
 from radixpool.radix.errors import RadixPoolError
-from radixpool.radix.media import MediaSpan
 from radixpool.radix.namespace import DEFAULT_NAMESPACE
 from radixpool.rpc import limits
-from radixpool.rpc.convert import namespace_from_wire
+from radixpool.rpc.convert import media_from_wire, namespace_from_wire
 from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.manager.handles import HandleTable, Held
 from radixpool.rpc.manager.leases import Lease
+from radixpool.rpc.manager.reply_room import ReplyRoom
 from radixpool.rpc.manager.shadow import Shadow
 from radixpool.rpc.manager.stepping import Stepping
 from radixpool.rpc.manager.steps import WorkerSteps
@@ -38,6 +38,8 @@ _RELEASE_BEGUN = failpoint("release.begun")
 _GIVEN_BACK = failpoint("release.given_back")
 _STEPS_COMPLETED = failpoint("steps.completed")
 _HALF = failpoint("batch.half")
+TOKEN_BYTES: Final = 4
+BLOCK_ID_BYTES: Final = 4
 _REMEMBERED_NAMESPACE_BYTES: Final = 512
 """The longest namespace message that is remembered, so that what is kept is bounded."""
 
@@ -66,7 +68,8 @@ class Operations:
         self._stepping = Stepping(cache, handles, steps, on_refusal=on_refusal)
         self._shadow = shadow
         self._removals = removals
-        self.handlers: dict[str, Handler] = {
+        self._room = ReplyRoom()
+        self._handlers: dict[str, Handler] = {
             "acquire": self._acquire,
             "extend": self._extend,
             "reserve": self._reserve,
@@ -76,8 +79,13 @@ class Operations:
             "invalidate": self._invalidate,
             "release": self._release,
             "match": lambda _lease, request, reply: self.match(request, reply),
-            "get_block_tables": self.get_block_tables,
+            "get_block_tables": self._get_block_tables,
         }
+
+    def run_one(self, kind: str, lease: Lease, request: Any, reply: Any) -> None:
+        """Run the operation of a call of its own."""
+        self._room.begin(num_answers=1)
+        self._handlers[kind](lease, request, reply)
 
     def run_all(
         self,
@@ -87,6 +95,7 @@ class Operations:
     ) -> None:
         """Run the rows and operations of a batch in order, each by itself: an error becomes its result."""
         rows = read_rows(request.step_update) if request.HasField("step_update") else None
+        self._room.begin(len(request.operations) + (0 if rows is None else len(rows)))
         has_steps = request.HasField("steps")
         if has_steps:
             self._steps.completed(lease, request.steps)
@@ -104,25 +113,35 @@ class Operations:
         kind = operation.WhichOneof("operation")
         try:
             if kind is None:
-                raise ValueError(f"operation must be one of {', '.join(self.handlers)}, got none of them")
-            self.handlers[kind](lease, getattr(operation, kind), getattr(result, kind))
+                raise ValueError(f"operation must be one of {', '.join(self._handlers)}, got none of them")
+            self._handlers[kind](lease, getattr(operation, kind), getattr(result, kind))
         except (RadixPoolError, ValueError, TypeError) as error:
             self._refuse(result, error)
 
     def match(self, request: cache_pb2.MatchRequest, reply: cache_pb2.MatchResponse) -> None:
         """Say how much is cached. O(length of the match)."""
-        reply.cached_tokens = self._cache.match(request.tokens, namespace=_namespace(request)).tokens
+        media = request.media
+        reply.cached_tokens = self._cache.match(
+            request.tokens, namespace=_namespace(request), media=media_from_wire(media) if media else ()
+        ).tokens
 
     def get_block_tables(
+        self, request: cache_pb2.GetBlockTablesRequest, reply: cache_pb2.GetBlockTablesResponse
+    ) -> None:
+        """Describe sequences, each by itself, as far as the reply has room. O(tokens of the sequences)."""
+        self._room.begin(num_answers=0)
+        self._get_block_tables(None, request, reply)
+
+    def _get_block_tables(
         self,
         lease: Lease | None,
         request: cache_pb2.GetBlockTablesRequest,
         reply: cache_pb2.GetBlockTablesResponse,
     ) -> None:
-        """Describe sequences, each by itself. O(tokens of the sequences)."""
         reply.SetInParent()
         if len(request.handles) > limits.MAX_HANDLES_PER_QUERY:
             raise ValueError(f"handles: the limit is {limits.MAX_HANDLES_PER_QUERY}, got {len(request.handles)}")
+        self._room.take(0, num_answers=len(request.handles))
         for handle in request.handles:
             result = reply.results.add()
             try:
@@ -145,6 +164,7 @@ class Operations:
 
     def _describe(self, held: Held, view: cache_pb2.SequenceView) -> None:
         sequence = held.sequence
+        self._room.take(len(sequence.packed_tokens) + len(sequence.packed_block_table))
         view.handle = held.handle
         view.tokens = sequence.packed_tokens
         view.block_table = sequence.packed_block_table
@@ -156,6 +176,7 @@ class Operations:
 
     def _acquire(self, lease: Lease, request: cache_pb2.AcquireRequest, reply: cache_pb2.AcquireResponse) -> None:
         self._handles.check_room(lease)
+        self._room.take(self._table_bytes(len(request.tokens) // TOKEN_BYTES + request.reserve))
         media = request.media
         _ACQUIRE_BEGUN()
         outcome = self._cache.acquire(
@@ -163,7 +184,7 @@ class Operations:
             namespace=_namespace(request),
             reserve=request.reserve,
             max_hit=request.max_hit_tokens if request.HasField("max_hit_tokens") else None,
-            media=[MediaSpan(span.start, span.length, span.digest) for span in media] if media else (),
+            media=media_from_wire(media) if media else (),
             partial=request.partial,
             in_flight=_in_flight_mode(request.in_flight) if request.in_flight else "ignore",
         )
@@ -182,6 +203,10 @@ class Operations:
             _add_copies(reply.copies, outcome.copies)
         self._shadow.admitted(outcome, media)
 
+    def _table_bytes(self, num_tokens: int) -> int:
+        """Return what the table of so many new tokens takes at most, within what the pool has."""
+        return min(num_tokens // self._cache.block_size + 1, self._cache.num_blocks) * BLOCK_ID_BYTES
+
     def _extend(self, lease: Lease, request: cache_pb2.ExtendRequest, reply: cache_pb2.ExtendResponse) -> None:
         sequence = self._find(lease, request.handle).sequence
         before = len(sequence.packed_block_table)
@@ -193,6 +218,7 @@ class Operations:
 
     def _reserve(self, lease: Lease, request: cache_pb2.ReserveRequest, reply: cache_pb2.ReserveResponse) -> None:
         sequence = self._find(lease, request.handle).sequence
+        self._room.take(self._table_bytes(request.num_tokens))
         before = len(sequence.packed_block_table)
         self._cache.reserve(sequence, request.num_tokens)
         reply.appended_blocks = sequence.packed_block_table[before:]
@@ -221,6 +247,7 @@ class Operations:
     def _fork(self, lease: Lease, request: cache_pb2.ForkRequest, reply: cache_pb2.ForkResponse) -> None:
         source = self._find(lease, request.handle)
         self._handles.check_room(lease, request.num_forks)
+        self._room.take(request.num_forks * source.sequence.num_blocks * BLOCK_ID_BYTES, num_answers=request.num_forks)
         forked = self._cache.fork(source.sequence, request.num_forks)
         for sequence_id in forked.handles:
             held = self._handles.add(self._cache.sequence(sequence_id), lease)

@@ -62,7 +62,9 @@ class ReplyCache:
     def keep(self, lease: Lease, request_id: int, outcome: Any) -> None:
         """Remember the first outcome of a request: a message, or the error raised. O(size of the message)."""
         size_bytes = limits.KEPT_REPLY_OVERHEAD_BYTES
-        if not isinstance(outcome, Exception):
+        if isinstance(outcome, Exception):
+            outcome.__context__ = None  # an error that it replaced would hold the request by its frames
+        else:
             size_bytes += outcome.ByteSize()
         kept = _Kept(outcome, self._clock() + limits.REPLY_RETENTION_S, size_bytes, lease)
         self._kept[lease.epoch, request_id] = kept

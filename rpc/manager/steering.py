@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from radixpool.radix import RadixCache
-from radixpool.radix.media import MediaSpan
-from radixpool.rpc.convert import block_ids_to_wire
+from radixpool.rpc.convert import block_ids_to_wire, media_from_wire
 from radixpool.rpc.manager.engine import Engine
 from radixpool.rpc.manager.handles import HandleTable
 from radixpool.rpc.manager.operations import checked_namespace
@@ -28,7 +27,7 @@ def pin(cache: RadixCache, request: pb.PinRequest, reply: pb.PinResponse) -> Non
     pinned = cache.pin(
         prefix.tokens,
         namespace=checked_namespace(prefix.namespace),
-        media=_media(prefix),
+        media=media_from_wire(prefix.media),
         ttl=_seconds(request.ttl_ms),
     )
     reply.pin_id = pinned.pin_id
@@ -49,10 +48,14 @@ def set_retention(
     ttl = _seconds(request.ttl_ms)
     match request.WhichOneof("target"):
         case "prefix":
-            namespace = checked_namespace(request.prefix.namespace)
-            target = request.prefix.tokens
             reply.num_blocks = cache.set_retention(
-                target, request.priority, namespace=namespace, start=start, stop=stop, ttl=ttl
+                request.prefix.tokens,
+                request.priority,
+                namespace=checked_namespace(request.prefix.namespace),
+                media=media_from_wire(request.prefix.media),
+                start=start,
+                stop=stop,
+                ttl=ttl,
             )
         case "handle":
             sequence = handles.get(request.handle).sequence
@@ -94,10 +97,6 @@ def set_quota(cache: RadixCache, request: pb.SetQuotaRequest) -> None:
             cache.remove_quota(request.tenant)
         case _:
             raise ValueError("change must be quota or remove, got neither")
-
-
-def _media(message: pb.Prefix) -> list[MediaSpan]:
-    return [MediaSpan(span.start, span.length, span.digest) for span in message.media]
 
 
 def _seconds(ttl_ms: int) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from radixpool.radix.errors import PoolExhausted
 from radixpool.rpc import limits
 from radixpool.rpc.errors import ReplyExpired
 from radixpool.rpc.manager import Engine, ManagerOptions
@@ -160,3 +161,17 @@ def test_without_a_number_every_request_counts():
         engine.run("acquire", request, cache_pb2.AcquireResponse())
     assert engine.cache.stats().num_sequences == 2
     assert len(engine.replies) == 0
+
+
+def test_a_kept_refusal_holds_no_request(server, raw):
+    """Its traceback would hold up to 8 MiB a refusal, which the bound of all replies does not see."""
+    stub, head = raw
+    too_much = cache_pb2.AcquireRequest(tokens=bytes(4 * 257))
+    ragged = cache_pb2.AcquireRequest(tokens=bytes(4 * 257 + 1))
+    for number, request in enumerate((too_much, ragged), start=1):
+        request.header.CopyFrom(head(number))
+        with pytest.raises(grpc.RpcError):
+            stub.Acquire(request)
+    kept = [server.engine.replies.find(lease, head(number)) for lease in server.engine.leases for number in (1, 2)]
+    assert [type(error) for error in kept] == [PoolExhausted, ValueError]
+    assert [(error.__traceback__, error.__context__) for error in kept] == [(None, None)] * 2

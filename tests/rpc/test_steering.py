@@ -6,6 +6,8 @@ import pytest
 
 from radixpool.radix import Namespace, NotCached, PinBudgetExceeded, QuotaExceeded, UnknownPin
 from radixpool.radix.errors import CacheBusy
+from radixpool.radix.media import MediaSpan
+from radixpool.rpc.client import AsyncClient
 from radixpool.rpc.inspection import Flushed, FlushMode, MissReason
 from radixpool.v1 import admin_pb2
 
@@ -141,7 +143,7 @@ def test_explain_other_namespace(client):
     assert (miss.reason, miss.other_namespace, miss.other_cached_tokens) == (
         MissReason.OTHER_NAMESPACE,
         Namespace(adapter="x"),
-        4,
+        8,
     )
 
 
@@ -149,3 +151,49 @@ def test_explain_never_seen(client):
     keep(client, PROMPT)
     miss = client.explain_miss(OTHER)
     assert (miss.cached_tokens, miss.reason, miss.removed_ms_ago) == (0, MissReason.NEVER_SEEN, None)
+
+
+CAT, DOG = [MediaSpan(1, 6, b"cat")], [MediaSpan(1, 6, b"dog")]
+
+
+def test_media_are_part_of_the_prefix_that_an_operator_names(client):
+    """They were dropped: operators reached what is cached of the bare tokens, which is another prefix."""
+    keep(client, PROMPT, media=CAT)
+    assert client.match(PROMPT).cached_tokens == 0
+    assert client.match(PROMPT, media=CAT).cached_tokens == 8
+    assert (client.set_retention(PROMPT, 80), client.set_retention(PROMPT, 80, media=CAT)) == (0, 2)
+    with pytest.raises(NotCached):
+        client.pin(PROMPT, media=DOG)
+    assert client.pin(PROMPT, media=CAT).pinned_tokens == 8
+
+
+def test_explained_with_media(client):
+    for media in (CAT, DOG):
+        with client.acquire(PROMPT, media=media) as seq:
+            assert client.explain_miss(PROMPT, media=media).reason is MissReason.IN_FLIGHT
+            assert client.explain_miss(PROMPT).reason is MissReason.NEVER_SEEN
+            seq.commit(10)
+    assert client.explain_miss(PROMPT, media=CAT).cached_tokens == 8
+    assert client.explain_miss(PROMPT).cached_tokens == 0
+    assert client.explain_miss(PROMPT, namespace=Namespace(adapter="x"), media=DOG).other_cached_tokens == 8
+    assert client.explain_miss(PROMPT, namespace=Namespace(adapter="x")).reason is MissReason.NEVER_SEEN
+    client.evict(4)
+    assert client.explain_miss(PROMPT, media=DOG).reason is MissReason.EVICTED
+    assert client.explain_miss(PROMPT).reason is MissReason.NEVER_SEEN
+
+
+def test_the_digest_of_media_is_bounded(client, server):
+    """Every block under the content carries it: one of 1 MiB over 10,000 blocks took 10 GiB, before any refusal."""
+    for media in ([MediaSpan(0, 10, bytes(257))], [MediaSpan(0, 10, bytes(1 << 20))]):
+        with pytest.raises(
+            ValueError, match=rf"media\[0\].digest must be at most 256 bytes, not {len(media[0].digest)}"
+        ):
+            client.acquire(PROMPT, media=media)
+    client.acquire(PROMPT, media=[MediaSpan(0, 10, bytes(256))]).release()
+
+
+async def test_the_asyncio_client_matches_media_too(client, server):
+    keep(client, PROMPT, media=CAT)
+    async with AsyncClient(server.address) as other:
+        assert (await other.match(PROMPT, media=CAT)).cached_tokens == 8
+        assert (await other.match(PROMPT, media=DOG)).cached_tokens == 0

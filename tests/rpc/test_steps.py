@@ -181,7 +181,7 @@ def test_a_process_of_another_machine_cannot_be_watched():
     identity = own_process()
     assert ProcessWatch(identity).is_certain
     assert not ProcessWatch(identity).is_dead
-    for change in ({"boot_id": "elsewhere"}, {"namespace": 1}, {"pid": 0}):
+    for change in ({"boot_id": "elsewhere"}, {"namespace": 1}, {"pid": 0}, {"pid": 2**32 - 1}):
         other = cache_pb2.ProcessIdentity()
         other.CopyFrom(identity)
         for name, value in change.items():

@@ -350,19 +350,25 @@ class MatchRequest(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """tokens is packed little-endian uint32."""
     @_builtins.property
     def namespace(self) -> _common_pb2.Namespace: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
+        """media are the contents that placeholder tokens stand for, in order."""
+
     def __init__(
         self,
         *,
         tokens: _builtins.bytes = ...,
         namespace: _common_pb2.Namespace | None = ...,
+        media: _abc.Iterable[Global___MediaSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["media", b"media", "namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -457,6 +463,7 @@ class MediaSpan(_message.Message):
     start: _builtins.int
     length: _builtins.int
     digest: _builtins.bytes
+    """digest is 1 to 256 bytes, of the content and of everything that changes its embedding."""
     def __init__(
         self,
         *,

@@ -1,0 +1,72 @@
+"""A small request cannot ask for an answer that is larger than a message may be, and nothing happens when it tries."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixpool.rpc import limits
+from radixpool.rpc import operations as ops
+from radixpool.rpc.client import Client
+from radixpool.rpc.errors import LimitExceeded
+
+NUM_BLOCKS = 50_000
+PROMPT = list(range(40_000))  # 10,000 blocks: a table of 40,000 bytes, 160,000 bytes of tokens
+
+
+@pytest.fixture
+def client(make_server):
+    with Client(make_server(num_blocks=NUM_BLOCKS).address) as client:
+        yield client
+
+
+def test_one_sequence_many_times_is_answered_as_far_as_a_message_goes(client):
+    """4,096 times 16 bytes asked for 800 MB, built under the manager's lock."""
+    with client.acquire(PROMPT) as seq:
+        views = client.get_block_tables([seq.handle] * limits.MAX_HANDLES_PER_QUERY).sequences
+        fitting = [view for view in views if isinstance(view, ops.SequenceView)]
+        assert 30 < len(fitting) < limits.MAX_MESSAGE_BYTES / 200_000
+        assert fitting[-1].block_table.tolist() == seq.block_table.tolist()
+        refused = views[len(fitting) :]
+        assert {type(error) for error in refused} == {LimitExceeded}
+        with pytest.raises(LimitExceeded, match=f"the limit is {limits.MAX_MESSAGE_BYTES} bytes.*takes up to 200000"):
+            raise refused[0]
+
+
+def test_many_queries_in_one_batch_share_its_reply(client):
+    with client.acquire(PROMPT) as seq, client.session() as session:
+        query = ops.GetBlockTables((seq.handle,) * 10)
+        results = session.batch([query] * 100)
+        answered = [view for result in results if isinstance(result, ops.BlockTables) for view in result.sequences]
+        assert 30 < sum(isinstance(view, ops.SequenceView) for view in answered) < 42
+        assert session.batch([query])[0].sequences[9].tokens.tolist() == PROMPT, "the next reply has room again"
+
+
+def test_errors_count_too(client):
+    missing = ops.GetBlockTables((b"?" * 16,) * limits.MAX_HANDLES_PER_QUERY)
+    results = client.batch([missing] * 50)
+    assert [type(result) for result in results] == [ops.BlockTables] * 7 + [LimitExceeded] * 43
+
+
+def test_forks_whose_tables_do_not_fit_are_refused_as_a_whole(client):
+    """They were made, and nobody ever learned their handles."""
+    with client.acquire(PROMPT) as seq:
+        seq.commit(len(PROMPT))
+        held = client.stats().cache
+        with pytest.raises(LimitExceeded, match="reply"):
+            client.fork(seq.handle, 300)
+        assert isinstance(client.batch([ops.Fork(seq.handle, 300)])[0], LimitExceeded)
+        assert client.stats().cache == held
+        for fork in client.fork(seq.handle, 100).forks:
+            client.release(fork.handle)
+        assert client.stats().cache.num_sequences == 1
+
+
+def test_a_reserve_whose_table_does_not_fit_is_refused(make_server, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 100_000)
+    with Client(make_server(num_blocks=NUM_BLOCKS).address) as client:
+        with pytest.raises(LimitExceeded, match="100000"):
+            client.acquire([1], reserve=4 * 30_000)
+        with client.acquire([1]) as seq:
+            with pytest.raises(LimitExceeded, match="100000"):
+                seq.reserve(4 * 30_000)
+            assert client.stats().cache.held_blocks == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -50,8 +51,10 @@ class Admission:
         former = call.resumed
         tokens = former.tokens if former else source.tokens.tolist()
         num_prompt = len(source.tokens)
-        remaining = call.sampling.max_new_tokens - (len(tokens) - num_prompt)
-        reserve = min(self._limits.reserve_tokens, remaining)
+        num_output = len(tokens) - num_prompt
+        reserve = min(self._limits.reserve_tokens, call.sampling.max_new_tokens - num_output)
+        # Not the former sampler: it may have drawn a token that was thrown away, and a seed is one answer.
+        sampling = replace(call.sampling, skip_draws=call.sampling.skip_draws + num_output)
         acquired = self._one(ops.Acquire(np.asarray(tokens, np.uint32), source.namespace, reserve))
         assert isinstance(acquired, ops.Acquired)
         return RunningSequence(
@@ -59,7 +62,7 @@ class Admission:
             handle=acquired.handle,
             tokens=tokens,
             block_table=acquired.block_table.copy(),
-            sampler=former.sampler if former else self._runner.sampler(call.sampling),
+            sampler=self._runner.sampler(sampling),
             num_prompt=num_prompt,
             streamed=len(tokens),
             cached_tokens=former.cached_tokens if former else acquired.cached_tokens,

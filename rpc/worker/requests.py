@@ -47,7 +47,7 @@ class GenerateCall:
     events: Events = field(default_factory=queue.SimpleQueue)
     arrival: int = -1
     resumed: RunningSequence | None = None
-    """The former life of a preempted request: its tokens and sampling state go on."""
+    """The former life of a request that was preempted or lost its blocks; it goes on after what was streamed."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

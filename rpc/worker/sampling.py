@@ -47,7 +47,8 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tens
 
     top_k keeps the k most likely tokens, then top_p the fewest of those whose probability reaches p.
     """
-    scores, tokens = (logits / params.temperature).sort(descending=True, stable=True)
+    # The largest becomes 0: divided by a tiny temperature it would be infinite, and the softmax not a number.
+    scores, tokens = ((logits - logits.max()) / params.temperature).sort(descending=True, stable=True)
     if params.top_k:
         scores, tokens = scores[: params.top_k], tokens[: params.top_k]
     probabilities = scores.softmax(0)

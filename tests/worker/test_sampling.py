@@ -32,6 +32,7 @@ def kept(**rest):
         ({"top_p": 0.6}, [1]),
         ({"top_k": 3, "top_p": 0.95}, [1, 3, 2]),
         ({"temperature": 0.1, "top_p": 0.99}, [1]),
+        ({"temperature": 1e-30, "top_p": 0.99}, [1]),
     ],
 )
 def test_top_k_and_top_p_keep_the_most_likely(rest, expected):
@@ -61,6 +62,13 @@ def test_a_token_of_no_probability_is_never_drawn():
     logits[3] = 0.0
     sampler = TokenSampler(params(seed=0))
     assert {sampler.sample(logits) for _ in range(100)} == {3}
+
+
+def test_a_tiny_temperature_is_all_but_greedy():
+    logits = torch.tensor([-5.0, 40.0, 39.0, 40.0 - 1e-3])
+    for temperature in (1e-5, 1e-38, 1e-45):
+        sampler = TokenSampler(params(temperature=temperature, seed=0))
+        assert {sampler.sample(logits) for _ in range(20)} == {1}
 
 
 def test_temperature_zero_is_greedy():

@@ -32,14 +32,14 @@ class Tree(CacheState):
         stride = self._stride
         add = tables.append
         children = node.children
-        while children and pos < end:
+        while children is not None and pos < end:
             after = pos + stride
             child = children.get(key[pos:after])
             if child is None:
                 break
-            edge = child.key
-            size = len(edge)
-            if size != stride:  # of one block the dictionary has compared all
+            if len(child.key) != stride:  # of one block the dictionary has compared all
+                edge = child.key
+                size = len(edge)
                 after = pos + size
                 if after > end or not key.startswith(edge, pos):
                     return node, pos, child, self._common(edge, key, pos, min(size, end - pos) // stride)

@@ -46,7 +46,7 @@ from radixpool.rpc.step_columns import Step
 from radixpool.rpc.worker.cache_port import LocalPort
 from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.limits import EngineLimits
-from radixpool.rpc.worker.model import ModelRunner, load_model
+from radixpool.rpc.worker.model import ModelRunner, computed_in, load_model
 from radixpool.rpc.worker.model_source import find_model, pool_spec_for
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource
 
@@ -129,9 +129,9 @@ class Bench:
     def __init__(self, model_name: str, device: Device, dtype: KvDtype, sizes: Sizes, graphed_tokens: int) -> None:
         source = find_model(model_name)
         spec = pool_spec_for(source, num_blocks=sizes.num_blocks, block_size=BLOCK_SIZE, dtype=dtype)
-        computed_in = getattr(torch, dtype.value) if device.is_cuda else torch.float32
-        model = load_model(source, dtype=computed_in, device=str(device))
-        runner = ModelRunner(model, private_pool(spec, str(device)))
+        pool = private_pool(spec, str(device))
+        model = load_model(source, dtype=computed_in(pool.k[0].dtype, device), device=str(device))
+        runner = ModelRunner(model, pool)
         if device.is_cuda:
             if graphed_tokens:
                 runner.capture_graphs(graphed_tokens)

@@ -23,6 +23,8 @@ from radixpool.rpc.generation import (
     WorkerStatus,
 )
 from radixpool.rpc.pool_types import (
+    Attachment,
+    CudaFdAttachment,
     CudaIpcAllocation,
     CudaIpcAttachment,
     KvDtype,
@@ -110,6 +112,8 @@ def pool_spec_to_wire(spec: PoolSpec) -> pool_pb2.PoolSpec:
         num_blocks=spec.num_blocks,
         dtype=_DTYPE_TO_WIRE[spec.dtype] if spec.dtype else pool_pb2.KV_DTYPE_UNSPECIFIED,
         layout=_LAYOUT_TO_WIRE[spec.layout] if spec.layout else pool_pb2.POOL_LAYOUT_UNSPECIFIED,
+        k_scale=spec.k_scale,
+        v_scale=spec.v_scale,
     )
 
 
@@ -125,6 +129,8 @@ def pool_spec_from_wire(message: pool_pb2.PoolSpec) -> PoolSpec:
         num_blocks=message.num_blocks,
         dtype=_DTYPE_FROM_WIRE.get(message.dtype),
         layout=_LAYOUT_FROM_WIRE.get(message.layout),
+        k_scale=message.k_scale,
+        v_scale=message.v_scale,
     )
 
 
@@ -139,6 +145,10 @@ def pool_to_wire(pool: Pool) -> pool_pb2.Pool:
             attachment.cuda_ipc.device_uuid = device_uuid
             for allocation in allocations:
                 attachment.cuda_ipc.allocations.add(handle=allocation.handle, size_bytes=allocation.size_bytes)
+        case CudaFdAttachment(device_uuid, socket_path, size_bytes):
+            attachment.cuda_fd.device_uuid = device_uuid
+            attachment.cuda_fd.socket_path = socket_path
+            attachment.cuda_fd.size_bytes = size_bytes
     return pool_pb2.Pool(pool_id=pool.pool_id, spec=pool_spec_to_wire(pool.spec), attachment=attachment)
 
 
@@ -147,15 +157,18 @@ def pool_from_wire(message: pool_pb2.Pool) -> Pool:
     return Pool(message.pool_id, pool_spec_from_wire(message.spec), _attachment_from_wire(message.attachment))
 
 
-def _attachment_from_wire(message: pool_pb2.PoolAttachment) -> MemfdAttachment | CudaIpcAttachment:
+def _attachment_from_wire(message: pool_pb2.PoolAttachment) -> Attachment:
     match message.WhichOneof("attachment"):
         case "memfd":
             return MemfdAttachment(message.memfd.socket_path, message.memfd.size_bytes)
         case "cuda_ipc":
             ranges = tuple(CudaIpcAllocation(item.handle, item.size_bytes) for item in message.cuda_ipc.allocations)
             return CudaIpcAttachment(message.cuda_ipc.device_uuid, ranges)
+        case "cuda_fd":
+            sent = message.cuda_fd
+            return CudaFdAttachment(sent.device_uuid, sent.socket_path, sent.size_bytes)
         case _:
-            raise ValueError("pool.attachment must be memfd or cuda_ipc, got neither")
+            raise ValueError("pool.attachment must be memfd, cuda_ipc or cuda_fd, got none")
 
 
 def sampling_to_wire(sampling: SamplingParams) -> worker_pb2.SamplingParams:

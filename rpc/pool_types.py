@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 from radixpool.rpc import limits
 
@@ -16,6 +17,11 @@ class KvDtype(Enum):
     BFLOAT16 = "bfloat16"
     FLOAT8_E4M3 = "float8_e4m3fn"
 
+    @property
+    def option(self) -> str:
+        """Return the name on command lines, which for fp8 is that of vLLM and SGLang."""
+        return "fp8_e4m3" if self is KvDtype.FLOAT8_E4M3 else self.value
+
 
 class PoolLayout(Enum):
     """Order of the dimensions of one layer's K (and V)."""
@@ -27,6 +33,7 @@ class PoolLayout(Enum):
 class PoolSpec:
     """Everything that must agree between a pool and its workers. `num_kv_heads` is per rank.
 
+    A pool of fp8 holds K / `k_scale` and V / `v_scale`, saturated at 448; other pools have no scales (0).
     As an expectation (`Client.attach_pool`), 0, "" and None accept anything.
     """
 
@@ -39,6 +46,8 @@ class PoolSpec:
     num_blocks: int = 0
     dtype: KvDtype | None = None
     layout: PoolLayout | None = None
+    k_scale: float = 0.0
+    v_scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +79,22 @@ class CudaIpcAttachment:
 
 
 @dataclass(frozen=True, slots=True)
+class CudaFdAttachment:
+    """Connect to the unix socket to receive the descriptor of one allocation on the GPU with this UUID (16 bytes)."""
+
+    device_uuid: bytes
+    socket_path: str
+    size_bytes: int
+
+
+Attachment: TypeAlias = MemfdAttachment | CudaIpcAttachment | CudaFdAttachment
+"""How another process maps a pool."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
     """A registered pool. `pool_id` is 16 random bytes, new for every allocation."""
 
     pool_id: bytes
     spec: PoolSpec
-    attachment: MemfdAttachment | CudaIpcAttachment
+    attachment: Attachment

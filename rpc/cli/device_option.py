@@ -44,17 +44,30 @@ def graphed_tokens_option(command: Command) -> Command:
 
 
 def dtype_option(command: Command) -> Command:
-    """Add --dtype; `pool_dtype` says what it is when it is left out."""
+    """Add --kv-dtype; `pool_dtype` says what it is when it is left out."""
     return click.option(
+        "--kv-dtype",
         "--dtype",
-        type=click.Choice([dtype.value for dtype in DTYPE_BYTES]),
-        help="Element type of the pool. float32 keeps exactly what a float32 model computes; the others take half the "
-        "memory. On a GPU the model computes in it too.  [default: float32 on the CPU, bfloat16 on a GPU]",
+        "dtype",
+        type=click.Choice([dtype.option for dtype in DTYPE_BYTES]),
+        help="Element type of the pool. float32 keeps exactly what a float32 model computes; bfloat16 and float16 take "
+        "half the memory, fp8_e4m3 a quarter. On a GPU the model computes in it too, over fp8_e4m3 in bfloat16."
+        "  [default: float32 on the CPU, bfloat16 on a GPU]",
     )(command)
 
 
+def scale_option(which: str) -> Callable[[Command], Command]:
+    """Add --k-scale or --v-scale, of an fp8 pool."""
+    return click.option(
+        f"--{which}-scale",
+        type=click.FloatRange(0, min_open=True),
+        help=f"fp8_e4m3 stores {which.upper()} divided by this number, up to 448: raise it if larger values occur."
+        "  [default: 1]",
+    )
+
+
 def pool_dtype(dtype: str | None, device: Device) -> KvDtype:
-    """Return the element type that --dtype asks for on `device`."""
+    """Return the element type that --kv-dtype asks for on `device`."""
     if dtype is not None:
-        return KvDtype(dtype)
+        return next(known for known in DTYPE_BYTES if known.option == dtype)
     return KvDtype.BFLOAT16 if device.is_cuda else KvDtype.FLOAT32

@@ -147,7 +147,7 @@ def fitting_blocks(source: ModelSource, chats: Chats, options: DemoOptions) -> i
     if affordable < needed:
         raise PoolMemoryError(
             f"the longest conversation needs {needed} blocks, {affordable} fit into {_MEMORY_SHARE:.0%} of the "
-            "available memory; choose others with --conversations and --limit, or --dtype bfloat16"
+            "available memory; choose others with --conversations and --limit, or --kv-dtype bfloat16"
         )
     return min(wanted, affordable)
 
@@ -167,7 +167,7 @@ def _start(
     manager = supervisor.start("manager", ["serve", "--listen", supervisor.socket_address("manager"), *sizes])
     progress.advance(task)
     common = ["--address", manager.address, "--model", options.model, "--device", str(options.device)]
-    supervisor.start("pool", ["pool", *common, "--dtype", options.dtype.value])
+    supervisor.start("pool", ["pool", *common, "--kv-dtype", options.dtype.option])
     progress.advance(task)
     names = [f"worker-{number}" for number in range(1, options.num_workers + 1)]
     commands = {

@@ -5,6 +5,8 @@ Remembers the id of the last pool after its holder has gone: when another pool c
 
 from __future__ import annotations
 
+import math
+
 from radixpool.rpc import limits
 from radixpool.rpc.errors import PoolMismatch, PoolUnavailable
 from radixpool.rpc.manager.leases import Lease
@@ -68,6 +70,7 @@ class PoolRegistry:
             value = getattr(pool.spec, field)
             if value == 0 or value not in enum.values():
                 raise ValueError(f"pool.spec.{field} must be one of {', '.join(enum.keys()[1:])}, got {value}")
+        _check_scales(pool.spec)
         for field, ours in (("num_blocks", self._num_blocks), ("block_size", self._block_size)):
             theirs = getattr(pool.spec, field)
             if theirs != ours:
@@ -75,17 +78,28 @@ class PoolRegistry:
         _check_attachment(pool.attachment)
 
 
+def _check_scales(spec: pool_pb2.PoolSpec) -> None:
+    scaled = spec.dtype == pool_pb2.KV_DTYPE_FLOAT8_E4M3
+    for field in ("k_scale", "v_scale"):
+        value = getattr(spec, field)
+        if scaled and not 0 < value < math.inf:
+            raise ValueError(f"pool.spec.{field} must be a positive number for fp8, got {value}")
+        if not scaled and value:
+            raise ValueError(f"pool.spec.{field} must be 0 unless dtype is fp8, got {value}")
+
+
 def _check_attachment(attachment: pool_pb2.PoolAttachment) -> None:
     match attachment.WhichOneof("attachment"):
         case "memfd":
-            size = len(attachment.memfd.socket_path.encode())
-            if not 1 <= size <= limits.MAX_PATH_BYTES:
-                limit = limits.MAX_PATH_BYTES
-                raise ValueError(f"pool.attachment.memfd.socket_path must be 1 to {limit} bytes, got {size}")
+            _check_socket_path("pool.attachment.memfd.socket_path", attachment.memfd.socket_path)
         case "cuda_ipc":
             _check_cuda_ipc(attachment.cuda_ipc)
+        case "cuda_fd":
+            uuid = attachment.cuda_fd.device_uuid
+            _check_length("pool.attachment.cuda_fd.device_uuid", uuid, limits.DEVICE_UUID_BYTES)
+            _check_socket_path("pool.attachment.cuda_fd.socket_path", attachment.cuda_fd.socket_path)
         case _:
-            raise ValueError("pool.attachment must be memfd or cuda_ipc, got neither")
+            raise ValueError("pool.attachment must be memfd, cuda_ipc or cuda_fd, got none")
 
 
 def _check_cuda_ipc(attachment: pool_pb2.CudaIpcAttachment) -> None:
@@ -97,6 +111,12 @@ def _check_cuda_ipc(attachment: pool_pb2.CudaIpcAttachment) -> None:
     for index, allocation in enumerate(attachment.allocations):
         field = f"pool.attachment.cuda_ipc.allocations[{index}].handle"
         _check_length(field, allocation.handle, limits.CUDA_IPC_HANDLE_BYTES)
+
+
+def _check_socket_path(field: str, path: str) -> None:
+    size = len(path.encode())
+    if not 1 <= size <= limits.MAX_PATH_BYTES:
+        raise ValueError(f"{field} must be 1 to {limits.MAX_PATH_BYTES} bytes, got {size}")
 
 
 def _check_length(field: str, value: bytes, expected: int) -> None:

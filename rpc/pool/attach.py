@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from radixpool.rpc.errors import PoolMismatch
+from radixpool.rpc.pool import cuda_descriptor
 from radixpool.rpc.pool.cuda import CudaDevice
 from radixpool.rpc.pool.device import CPU, Device
 from radixpool.rpc.pool.geometry import pool_bytes, require_equal
 from radixpool.rpc.pool.memory import map_memfd
 from radixpool.rpc.pool.sockets import receive_descriptor
 from radixpool.rpc.pool.tensors import CudaMapping, KvPool, pool_on_device, pool_over
-from radixpool.rpc.pool_types import CudaIpcAttachment, MemfdAttachment, Pool, PoolSpec
+from radixpool.rpc.pool_types import CudaFdAttachment, CudaIpcAttachment, MemfdAttachment, Pool, PoolSpec
 
 
 def attach(pool: Pool, *, expected: PoolSpec, device: Device = CPU) -> KvPool:
@@ -25,9 +27,11 @@ def attach(pool: Pool, *, expected: PoolSpec, device: Device = CPU) -> KvPool:
     match pool.attachment:
         case MemfdAttachment() as attachment if device.cuda_index is None:
             return _map_memfd(pool, attachment)
-        case CudaIpcAttachment() as attachment if device.cuda_index is not None:
+        case CudaFdAttachment() as attachment if device.cuda_index is not None:
             return _map_device_memory(pool, attachment, device.cuda_index)
-    where = "the memory of a GPU" if isinstance(pool.attachment, CudaIpcAttachment) else "the memory of the CPU"
+        case CudaIpcAttachment() as attachment if device.cuda_index is not None:
+            return _map_ipc_memory(pool, attachment, device.cuda_index)
+    where = "the memory of the CPU" if isinstance(pool.attachment, MemfdAttachment) else "the memory of a GPU"
     raise PoolMismatch(f"device: the pool lies in {where}, this worker runs on {device}; start both with one --device")
 
 
@@ -40,10 +44,23 @@ def _map_memfd(pool: Pool, attachment: MemfdAttachment) -> KvPool:
     return pool_over(memory, pool.spec)
 
 
-def _map_device_memory(pool: Pool, attachment: CudaIpcAttachment, index: int) -> KvPool:
+def _map_device_memory(pool: Pool, attachment: CudaFdAttachment, index: int) -> KvPool:
+    device, size = CudaDevice(index), pool_bytes(pool.spec)
+    device.require(attachment.device_uuid)
+    descriptor = receive_descriptor(attachment.socket_path, tag=pool.pool_id)
+    try:
+        pointer = cuda_descriptor.map_descriptor(device, descriptor, size)
+    finally:
+        os.close(descriptor)
+    mapping = CudaMapping(pointer, size, partial(cuda_descriptor.unmap, device, pointer, size))
+    return pool_on_device(mapping, pool.spec, index)
+
+
+def _map_ipc_memory(pool: Pool, attachment: CudaIpcAttachment, index: int) -> KvPool:
     if len(attachment.allocations) != 1:
         raise PoolMismatch(f"attachment: expected 1 allocation, the pool has {len(attachment.allocations)}")
-    device = CudaDevice(index)
+    device, size = CudaDevice(index), pool_bytes(pool.spec)
     device.require(attachment.device_uuid)
-    mapping = CudaMapping(device, attachment.allocations[0].handle, pool_bytes(pool.spec))
+    pointer = device.open(attachment.allocations[0].handle, size)
+    mapping = CudaMapping(pointer, size, partial(device.close, pointer))
     return pool_on_device(mapping, pool.spec, index)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import click
 
 from radixpool.rpc.address import parse_address
-from radixpool.rpc.cli.device_option import device_option, dtype_option, pool_dtype
+from radixpool.rpc.cli.device_option import device_option, dtype_option, pool_dtype, scale_option
 from radixpool.rpc.cli.options import address_option, usage_errors
 from radixpool.rpc.cli.running import announce, log_as, log_options, ready_fd_option, stop_on_signals
 from radixpool.rpc.pool.device import Device
-from radixpool.rpc.pool.geometry import pool_bytes
+from radixpool.rpc.pool.geometry import pool_bytes, require_complete
 from radixpool.rpc.pool.holder import PoolHolder
 from radixpool.rpc.pool.process import HolderOptions, HolderProcess
-from radixpool.rpc.pool_types import PoolSpec
+from radixpool.rpc.pool_types import KvDtype, PoolSpec
 from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model, pool_spec_for
 
 
@@ -23,12 +23,14 @@ from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model, pool_sp
     show_default=True,
     help="Whose KV the pool is for: a known name, a .gguf file, or a directory with config.json and safetensors.",
 )
-@device_option("Where the pool lies: cpu, or cuda or cuda:N for the memory of a GPU, shared by CUDA IPC.")
+@device_option("Where the pool lies: cpu, or cuda or cuda:N for the memory of a GPU.")
 @dtype_option
+@scale_option("k")
+@scale_option("v")
 @click.option(
     "--socket",
     "socket_address",
-    help="Unix socket that hands out memory of the CPU: a path, or @name (abstract).  [default: a fresh @name]",
+    help="Unix socket that hands out the memory: a path, or @name (abstract).  [default: a fresh @name]",
 )
 @click.option("--name", default="pool", show_default=True, help="Shown to operators.")
 @address_option
@@ -39,6 +41,8 @@ def command(
     model: str,
     device: Device,
     dtype: str | None,
+    k_scale: float | None,
+    v_scale: float | None,
     socket_address: str | None,
     name: str,
     log_level: str,
@@ -58,21 +62,24 @@ def command(
       radixpool worker --model smollm2 --listen 127.0.0.1:7400
     """
     log_as("pool", name, level=log_level, form=log_format)
-    if device.is_cuda and socket_address is not None:
-        raise click.UsageError("--socket hands out memory of the CPU; a pool on a GPU is mapped through the driver")
     source = find_model(model)
     kv_dtype = pool_dtype(dtype, device)
 
+    scales = {name: value for name, value in (("k_scale", k_scale), ("v_scale", v_scale)) if value is not None}
+    if scales and kv_dtype is not KvDtype.FLOAT8_E4M3:
+        raise click.UsageError(f"--k-scale and --v-scale are for --kv-dtype fp8_e4m3, not for {kv_dtype.option}")
+
     def make_spec(num_blocks: int, block_size: int) -> PoolSpec:
-        return pool_spec_for(source, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype)
+        return pool_spec_for(source, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype, **scales)
 
     def on_ready(holder: PoolHolder) -> None:
         spec = holder.describe().spec
         blocks = f"{spec.num_blocks} blocks of {spec.block_size} tokens"
-        size = f"{blocks}, {kv_dtype.value}, {pool_bytes(spec) / 2**30:.2f} GiB on {device}"
+        size = f"{blocks}, {kv_dtype.option}, {pool_bytes(spec) / 2**30:.2f} GiB on {device}"
         announce(f"radixpool pool ready ({size}, for {spec.model})", address, ready_fd=ready_fd)
 
     with usage_errors():
         parse_address(address)
+        require_complete(make_spec(1, 1))
     options = HolderOptions(manager=address, name=name, device=device, socket_address=socket_address)
     HolderProcess(options, make_spec, stop=stop_on_signals()).run(on_ready)

@@ -1,8 +1,8 @@
-"""GPU memory that processes share by CUDA IPC, through the driver's own library (libcuda): no torch, no toolkit.
+"""The door to a GPU: the driver's own library (libcuda), no torch, no toolkit; and memory shared by CUDA IPC.
 
-The process that allocates exports a handle of 64 bytes; any process of the same machine that sees the same GPU opens it
-and reads and writes the very same memory. The memory lives as long as the process that allocated it; processes that
-have it open unmap it, and never free it.
+By CUDA IPC a process exports a handle of 64 bytes, and any process of the same machine that sees the same GPU opens it
+and reads and writes the very same memory. That memory is its maker's: CUDA leaves undefined what others find after it
+was freed. So it is for GPUs whose memory cannot be shared by descriptor, see `cuda_descriptor.py`.
 """
 
 from __future__ import annotations
@@ -51,16 +51,22 @@ class CudaDevice:
         if code:
             raise CudaUnavailable(f"device cuda:{index}: the CUDA driver does not start: {self._reason(code)}")
         count = ctypes.c_int()
-        self._check("cuDeviceGetCount", ctypes.byref(count))
+        self.call("cuDeviceGetCount", ctypes.byref(count))
         if not 0 <= index < count.value:
             raise CudaUnavailable(f"device cuda:{index}: this process sees {count.value} GPUs, numbered from 0")
         device, context = ctypes.c_int(), ctypes.c_void_p()
         uuid = (ctypes.c_ubyte * limits.DEVICE_UUID_BYTES)()
-        self._check("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-        self._check("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
-        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        self.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._device = device
         self._context = context
         self._uuid = bytes(uuid)
+
+    @property
+    def number(self) -> int:
+        """Return the driver's number of this GPU."""
+        return self._device.value
 
     @property
     def uuid(self) -> bytes:
@@ -75,39 +81,49 @@ class CudaDevice:
                 f"GPU-{self._uuid.hex()}; choose it with --device or CUDA_VISIBLE_DEVICES"
             )
 
+    def attribute(self, number: int) -> int:
+        """Return an attribute of the GPU (CU_DEVICE_ATTRIBUTE_...)."""
+        value = ctypes.c_int()
+        self.call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), self._device)
+        return value.value
+
     def free_bytes(self) -> int:
         """Return how much memory could be allocated now."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        with self._current():
-            self._check("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        with self.current():
+            self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
+
+    def require_free(self, size_bytes: int) -> None:
+        """Raise `PoolMemoryError` unless `size_bytes` could be allocated now."""
+        free = self.free_bytes()
+        if size_bytes > free:
+            raise PoolMemoryError(
+                f"the pool needs {size_bytes / 2**30:.2f} GiB, cuda:{self._index} has {free / 2**30:.2f} GiB free; "
+                "use fewer blocks (num_blocks) or a smaller dtype"
+            )
 
     def allocate(self, size_bytes: int) -> int:
         """Return the address of `shared_bytes(size_bytes)` zero bytes of their own. Raises `PoolMemoryError`."""
         size = shared_bytes(size_bytes)
-        free = self.free_bytes()
-        if size > free:
-            raise PoolMemoryError(
-                f"the pool needs {size / 2**30:.2f} GiB, cuda:{self._index} has {free / 2**30:.2f} GiB free; "
-                "use fewer blocks (num_blocks) or a smaller dtype"
-            )
+        self.require_free(size)
         pointer = ctypes.c_uint64()
-        with self._current():
-            self._check("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
-            self._check("cuMemsetD8_v2", pointer, ctypes.c_ubyte(0), ctypes.c_size_t(size))
-            self._check("cuCtxSynchronize")
+        with self.current():
+            self.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
+            self.call("cuMemsetD8_v2", pointer, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+            self.call("cuCtxSynchronize")
         return pointer.value
 
     def free(self, pointer: int) -> None:
         """Free what `allocate` returned. CUDA does not define what a process that still has it open finds there."""
-        with self._current():
-            self._check("cuMemFree_v2", ctypes.c_uint64(pointer))
+        with self.current():
+            self.call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
     def export(self, pointer: int) -> bytes:
         """Return the handle by which other processes open the memory that `allocate` returned."""
         handle = _IpcHandle()
-        with self._current():
-            self._check("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
+        with self.current():
+            self.call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
         return bytes(handle)
 
     def open(self, handle: bytes, size_bytes: int) -> int:
@@ -119,7 +135,7 @@ class CudaDevice:
             raise ValueError(f"handle must be {limits.CUDA_IPC_HANDLE_BYTES} bytes, got {len(handle)}")
         pointer, base, actual = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_size_t()
         passed = _IpcHandle.from_buffer_copy(handle)
-        with self._current():
+        with self.current():
             code = self._driver.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), passed, ctypes.c_uint(_LAZY_PEER_ACCESS))
             if code:
                 raise HandleRefused(
@@ -127,7 +143,7 @@ class CudaDevice:
                     "container whose memory this one must not see"
                 )
             try:
-                self._check("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(actual), pointer)
+                self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(actual), pointer)
             except PoolMemoryError:
                 self.close(pointer.value)
                 raise
@@ -139,20 +155,21 @@ class CudaDevice:
 
     def close(self, pointer: int) -> None:
         """Unmap what `open` returned, once nothing on the GPU uses it any more."""
-        with self._current():
-            self._check("cuCtxSynchronize")
-            self._check("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+        with self.current():
+            self.call("cuCtxSynchronize")
+            self.call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
     @contextmanager
-    def _current(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
         """Make this GPU's context the thread's for the time being."""
-        self._check("cuCtxPushCurrent_v2", self._context)
+        self.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
         finally:
-            self._check("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def _check(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the driver. Raises `PoolMemoryError` with its name and the reason."""
         code = getattr(self._driver, name)(*arguments)
         if code:
             raise PoolMemoryError(f"cuda:{self._index}: {name} failed: {self._reason(code)}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 from radixpool.rpc.errors import PoolMismatch
 from radixpool.rpc.pool_types import KvDtype, PoolLayout, PoolSpec
 
-DTYPE_BYTES = {KvDtype.FLOAT32: 4, KvDtype.BFLOAT16: 2, KvDtype.FLOAT16: 2}
+DTYPE_BYTES = {KvDtype.FLOAT32: 4, KvDtype.BFLOAT16: 2, KvDtype.FLOAT16: 2, KvDtype.FLOAT8_E4M3: 1}
 """Element types that this version can allocate and map, with their size."""
 
 _SIZES = ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks")
@@ -20,8 +21,14 @@ def require_complete(spec: PoolSpec) -> None:
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if spec.dtype not in DTYPE_BYTES:
-        names = ", ".join(dtype.value for dtype in DTYPE_BYTES)
-        raise ValueError(f"dtype must be one of {names}, got {spec.dtype.value if spec.dtype else None}")
+        names, given = ", ".join(dtype.option for dtype in DTYPE_BYTES), spec.dtype and spec.dtype.option
+        raise ValueError(f"dtype must be one of {names}, got {given}")
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(spec, name)
+        if spec.dtype is KvDtype.FLOAT8_E4M3 and not 0 < scale < math.inf:
+            raise ValueError(f"{name} must be a positive number for fp8, got {scale}")
+        if spec.dtype is not KvDtype.FLOAT8_E4M3 and scale:
+            raise ValueError(f"{name} must be 0 for {spec.dtype.option}, got {scale}")
     if spec.layout is not PoolLayout.HND:
         raise ValueError(f"layout must be {PoolLayout.HND.value}, got {spec.layout.value if spec.layout else None}")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from radixpool.rpc.pool.cuda import CudaDevice
 from radixpool.rpc.pool.geometry import pool_shape
 from radixpool.rpc.pool.memory import PoolMemoryError
-from radixpool.rpc.pool_types import PoolSpec
+from radixpool.rpc.pool_types import KvDtype, PoolSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,17 @@ class KvPool:
     k: tuple[torch.Tensor, ...]
     v: tuple[torch.Tensor, ...]
 
+    @property
+    def scales(self) -> dict[str, Any]:
+        """Return what the kernels are to be told of the elements of an fp8 pool; nothing of other pools."""
+        scaled = self.spec.dtype is KvDtype.FLOAT8_E4M3
+        return {"k_scale": self.spec.k_scale, "v_scale": self.spec.v_scale} if scaled else {}
+
 
 def pool_over(memory: mmap.mmap, spec: PoolSpec) -> KvPool:
     """Return tensors over `memory`, which stays mapped as long as one of them lives. O(num_layers)."""
-    return split_layers(torch.frombuffer(memory, dtype=torch_dtype(spec)).view(pool_shape(spec)), spec)
+    elements = torch.frombuffer(memory, dtype=torch.uint8).view(torch_dtype(spec))
+    return split_layers(elements.view(pool_shape(spec)), spec)
 
 
 class CudaMapping:
@@ -36,17 +43,16 @@ class CudaMapping:
     Tensors over it refer to it. At the end of the process the driver unmaps what is left.
     """
 
-    def __init__(self, device: CudaDevice, handle: bytes, size_bytes: int) -> None:
-        pointer = device.open(handle, size_bytes)
-        weakref.finalize(self, _unmap, device, pointer).atexit = False
+    def __init__(self, pointer: int, size_bytes: int, unmap: Callable[[], None]) -> None:
+        weakref.finalize(self, _suppressed, unmap).atexit = False
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3,
         }  # fmt: skip
 
 
-def _unmap(device: CudaDevice, pointer: int) -> None:
+def _suppressed(unmap: Callable[[], None]) -> None:
     with contextlib.suppress(PoolMemoryError):  # a GPU that has failed maps nothing any more
-        device.close(pointer)
+        unmap()
 
 
 def pool_on_device(mapping: CudaMapping, spec: PoolSpec, index: int) -> KvPool:

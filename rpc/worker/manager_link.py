@@ -115,13 +115,13 @@ class ManagerLink:
         _REGISTERED()
         pool = client.attach_pool(wanted)
         if pool.pool_id != self.pool_id:
-            self.pool = attach(pool, expected=_with_dtype_of(wanted, pool.spec), device=self._device)
+            self.pool = attach(pool, expected=_with_numbers_of(wanted, pool.spec), device=self._device)
             self.pool_id = pool.pool_id
         _ATTACHED()
 
 
-def _with_dtype_of(wanted: PoolSpec, offered: PoolSpec) -> PoolSpec:
-    """Return `wanted` with the element type of the pool, which a worker adapts to, if it can be mapped at all."""
-    expected = dataclasses.replace(wanted, dtype=offered.dtype)
+def _with_numbers_of(wanted: PoolSpec, offered: PoolSpec) -> PoolSpec:
+    """Return `wanted` with the element type and scales of the pool, which a worker adapts to, if it can be mapped."""
+    expected = dataclasses.replace(wanted, dtype=offered.dtype, k_scale=offered.k_scale, v_scale=offered.v_scale)
     require_complete(expected)
     return expected

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from radixpool.kernels import AttentionSpec, ForestPlan, plan_forest
 from radixpool.kernels.spec import Backend
 from radixpool.rpc.generation import SamplingParams
+from radixpool.rpc.pool.device import Device
 from radixpool.rpc.pool.geometry import require_equal
 from radixpool.rpc.pool.tensors import KvPool
 from radixpool.rpc.worker.errors import DeviceLost, OutOfMemory
@@ -203,6 +204,13 @@ class ModelRunner:
             done.synchronize()
         except RuntimeError as error:
             raise DeviceLost(f"{self._device} has failed: {error}") from error
+
+
+def computed_in(pool_dtype: torch.dtype, device: Device) -> torch.dtype:
+    """Return the element type that a model computes in: float32 on the CPU, the pool's on a GPU, for fp8 bfloat16."""
+    if not device.is_cuda:
+        return torch.float32
+    return torch.bfloat16 if pool_dtype is torch.float8_e4m3fn else pool_dtype
 
 
 def load_model(source: ModelSource, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:

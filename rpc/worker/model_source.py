@@ -65,8 +65,20 @@ def find_model(name: str) -> ModelSource:
     return _from_gguf(path)
 
 
-def pool_spec_for(source: ModelSource, *, num_blocks: int, block_size: int, dtype: KvDtype | None) -> PoolSpec:
-    """Return the pool that the KV of `source` needs. `block_size` is in tokens; a dtype of None stays open."""
+def pool_spec_for(
+    source: ModelSource,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: KvDtype | None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> PoolSpec:
+    """Return the pool that the KV of `source` needs. `block_size` is in tokens; a dtype of None stays open.
+
+    The scales are for fp8 only.
+    """
+    scaled = dtype is KvDtype.FLOAT8_E4M3
     return PoolSpec(
         model=source.name,
         revision=source.revision,
@@ -77,6 +89,8 @@ def pool_spec_for(source: ModelSource, *, num_blocks: int, block_size: int, dtyp
         num_blocks=num_blocks,
         dtype=dtype,
         layout=PoolLayout.HND,
+        k_scale=k_scale if scaled else 0.0,
+        v_scale=v_scale if scaled else 0.0,
     )
 
 

@@ -40,14 +40,16 @@ class PagedStep:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write this layer's new KV and attend; see `AttentionStep.attend`. Into `out`, if given, row for row."""
-        plan, k_pool, v_pool = self.plan, self.pool.k[layer], self.pool.v[layer]
+        plan, scales, k_pool, v_pool = self.plan, self.pool.scales, self.pool.k[layer], self.pool.v[layer]
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        write_kv(k.to(k_pool.dtype), v.to(v_pool.dtype), k_pool, v_pool, self.slots, backend=plan.spec.backend)
+        if not scales:  # else they are rounded from what they are
+            k, v = k.to(k_pool.dtype), v.to(v_pool.dtype)
+        write_kv(k, v, k_pool, v_pool, self.slots, backend=plan.spec.backend, **scales)
         planned = plan.num_rows
         if planned == len(q):
-            return extend(q, k_pool, v_pool, plan, scale=scale, out=out)
+            return extend(q, k_pool, v_pool, plan, scale=scale, out=out, **scales)
         padded = torch.zeros_like(q)  # rows beyond the planned ones are padding
-        padded[:planned] = extend(q[:planned], k_pool, v_pool, plan, scale=scale)
+        padded[:planned] = extend(q[:planned], k_pool, v_pool, plan, scale=scale, **scales)
         return padded
 
 

@@ -23,7 +23,7 @@ from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.errors import DeviceLost, InternalError
 from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.manager_link import ManagerLink
-from radixpool.rpc.worker.model import ModelRunner, end_of_sequence_ids, load_model
+from radixpool.rpc.worker.model import ModelRunner, computed_in, end_of_sequence_ids, load_model
 from radixpool.rpc.worker.model_source import ModelSource
 from radixpool.rpc.worker.server import require_local, start_server
 from radixpool.rpc.worker.service import WorkerServicer
@@ -117,11 +117,10 @@ def require_device(device: Device) -> None:
 
 
 def _load(source: ModelSource, device: Device, pool: KvPool) -> Any:
-    """Load the model: in float32 on the CPU, in the element type of the pool on a GPU."""
-    if device.cuda_index is None:
-        return load_model(source)
-    torch.cuda.set_device(device.cuda_index)
-    return load_model(source, dtype=pool.k[0].dtype, device=str(device))
+    """Load the model in the element type that it computes in over `pool`."""
+    if device.cuda_index is not None:
+        torch.cuda.set_device(device.cuda_index)
+    return load_model(source, dtype=computed_in(pool.k[0].dtype, device), device=str(device))
 
 
 def _prepare(runner: ModelRunner, options: WorkerOptions) -> None:

@@ -14,6 +14,7 @@ from radixpool.rpc.generation import (
     SamplingParams,
 )
 from radixpool.rpc.pool_types import (
+    CudaFdAttachment,
     CudaIpcAllocation,
     CudaIpcAttachment,
     KvDtype,
@@ -37,11 +38,13 @@ SPECS = st.builds(
     num_blocks=U32,
     dtype=st.none() | st.sampled_from(KvDtype),
     layout=st.none() | st.sampled_from(PoolLayout),
+    k_scale=st.floats(0, 1e30),
+    v_scale=st.floats(0, 1e30),
 )
 ALLOCATIONS = st.builds(CudaIpcAllocation, st.binary(min_size=64, max_size=64), st.integers(0, 2**64 - 1))
 ATTACHMENTS = st.builds(MemfdAttachment, TEXT, st.integers(0, 2**64 - 1)) | st.builds(
     CudaIpcAttachment, st.binary(min_size=16, max_size=16), st.lists(ALLOCATIONS, max_size=3).map(tuple)
-)
+) | st.builds(CudaFdAttachment, st.binary(min_size=16, max_size=16), TEXT, st.integers(0, 2**64 - 1))
 EVENTS = (
     st.builds(GenerateStarted, U32, U32)
     | st.builds(GenerateTokens, st.lists(U32, max_size=5).map(tuple))

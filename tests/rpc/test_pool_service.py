@@ -10,6 +10,7 @@ import pytest
 from radixpool.rpc.client import ClientRole
 from radixpool.rpc.errors import Fenced, PoolMismatch, PoolUnavailable
 from radixpool.rpc.pool_types import (
+    CudaFdAttachment,
     CudaIpcAllocation,
     CudaIpcAttachment,
     KvDtype,
@@ -33,6 +34,7 @@ SPEC = PoolSpec(
 )
 MEMFD = MemfdAttachment("/run/pool.sock", 4096)
 CUDA = CudaIpcAttachment(b"u" * 16, (CudaIpcAllocation(b"h" * 64, 1 << 21),))
+CUDA_FD = CudaFdAttachment(b"u" * 16, "@pool", 1 << 21)
 
 
 def make_pool(**changes) -> Pool:
@@ -44,7 +46,7 @@ def holder(make_client):
     return make_client(name="holder", role=ClientRole.POOL_HOLDER)
 
 
-@pytest.mark.parametrize("attachment", [MEMFD, CUDA], ids=["memfd", "cuda_ipc"])
+@pytest.mark.parametrize("attachment", [MEMFD, CUDA, CUDA_FD], ids=["memfd", "cuda_ipc", "cuda_fd"])
 def test_a_worker_gets_what_the_holder_announced(holder, client, attachment):
     assert client.get_pool() is None
     pool = make_pool(attachment=attachment)
@@ -98,6 +100,10 @@ def test_a_pool_of_another_size_than_the_manager_is_refused(holder, change, mess
         ({"attachment": MemfdAttachment("", 1)}, "socket_path"),
         ({"attachment": CudaIpcAttachment(b"u" * 16, ())}, "allocations"),
         ({"attachment": CudaIpcAttachment(b"u", CUDA.allocations)}, "device_uuid"),
+        ({"attachment": CudaFdAttachment(b"u", "@pool", 1 << 21)}, "cuda_fd.device_uuid"),
+        ({"attachment": CudaFdAttachment(b"u" * 16, "", 1 << 21)}, "cuda_fd.socket_path"),
+        ({"spec": dataclasses.replace(SPEC, k_scale=1.0)}, "k_scale must be 0 unless dtype is fp8, got 1.0"),
+        ({"spec": dataclasses.replace(SPEC, dtype=KvDtype.FLOAT8_E4M3, k_scale=1.0)}, "v_scale must be a positive"),
     ],
 )
 def test_malformed_pools_name_the_field(holder, change, field):

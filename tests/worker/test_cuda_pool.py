@@ -124,6 +124,7 @@ def test_a_device_that_is_none_is_named(text):
         (None, GPU, KvDtype.BFLOAT16),
         ("float32", GPU, KvDtype.FLOAT32),
         ("float16", CPU, KvDtype.FLOAT16),
+        ("fp8_e4m3", GPU, KvDtype.FLOAT8_E4M3),
     ],
 )
 def test_the_element_type_follows_the_device_unless_it_is_given(given, device, dtype):

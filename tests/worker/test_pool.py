@@ -50,15 +50,19 @@ def test_two_mappings_see_the_same_bytes():
         assert torch.count_nonzero(second.k[0]) == torch.count_nonzero(second.k[1]) == 0
 
 
-@pytest.mark.parametrize("dtype", [KvDtype.FLOAT32, KvDtype.BFLOAT16, KvDtype.FLOAT16])
+FP8 = dataclasses.replace(SPEC, dtype=KvDtype.FLOAT8_E4M3, k_scale=0.5, v_scale=2.0)
+
+
+@pytest.mark.parametrize("dtype", KvDtype)
 def test_every_layer_is_apart_in_every_dtype(dtype):
-    spec = dataclasses.replace(SPEC, dtype=dtype)
+    spec = FP8 if dtype is KvDtype.FLOAT8_E4M3 else dataclasses.replace(SPEC, dtype=dtype)
     with PoolHolder(spec) as holder:
         pool = attach(holder.describe(), expected=spec)
         for number, tensor in enumerate((*pool.k, *pool.v), 1):
             tensor.fill_(number)
         assert [int(tensor.float().unique()) for tensor in (*pool.k, *pool.v)] == [1, 2, 3, 4]
         assert pool.k[0].dtype is getattr(torch, dtype.value)
+        assert pool.scales == ({"k_scale": 0.5, "v_scale": 2.0} if spec is FP8 else {})
 
 
 ATTACH_AND_HANG = """
@@ -102,7 +106,7 @@ def test_a_mapping_outlives_its_holder():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model", "other"), ("revision", "x"), ("num_layers", 3), ("head_dim", 4), ("dtype", KvDtype.FLOAT16)],
+    [("model", "other"), ("revision", "x"), ("num_layers", 3), ("head_dim", 4), ("dtype", KvDtype.FLOAT16), ("k_scale", 1.0)],
 )
 def test_a_pool_that_does_not_fit_is_named_field_by_field(field, value):
     with PoolHolder(SPEC) as holder:
@@ -123,9 +127,21 @@ def test_a_size_of_zero_is_named(field):
         require_complete(dataclasses.replace(SPEC, **{field: 0}))
 
 
-def test_a_dtype_that_cannot_be_mapped_is_named():
-    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, got float8_e4m3fn"):
-        require_complete(dataclasses.replace(SPEC, dtype=KvDtype.FLOAT8_E4M3))
+def test_a_pool_without_a_dtype_is_refused():
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, fp8_e4m3, got None"):
+        require_complete(dataclasses.replace(SPEC, dtype=None))
+
+
+@pytest.mark.parametrize("field", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_that_is_none_is_named(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be a positive number for fp8, got {value}"):
+        require_complete(dataclasses.replace(FP8, **{field: value}))
+
+
+def test_a_scale_is_for_fp8_only():
+    with pytest.raises(ValueError, match=r"k_scale must be 0 for float32, got 1\.5"):
+        require_complete(dataclasses.replace(SPEC, k_scale=1.5))
 
 
 def test_a_pool_larger_than_the_memory_is_refused_before_it_is_made():

@@ -25,41 +25,43 @@ _sym_db = _symbol_database.Default()
 from radixpool.v1 import common_pb2 as radixpool_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17radixpool/v1/pool.proto\x12\x0cradixpool.v1\x1a\x19radixpool/v1/common.proto\"\xdf\x01\n\x08PoolSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12$\n\x05\x64type\x18\x08 \x01(\x0e\x32\x15.radixpool.v1.KvDtype\x12(\n\x06layout\x18\t \x01(\x0e\x32\x18.radixpool.v1.PoolLayout\"\x83\x01\n\x0ePoolAttachment\x12.\n\x05memfd\x18\x01 \x01(\x0b\x32\x1d.radixpool.v1.MemfdAttachmentH\x00\x12\x33\n\x08\x63uda_ipc\x18\x02 \x01(\x0b\x32\x1f.radixpool.v1.CudaIpcAttachmentH\x00\x42\x0c\n\nattachment\":\n\x0fMemfdAttachment\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"^\n\x11\x43udaIpcAttachment\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\x0c\x12\x34\n\x0b\x61llocations\x18\x02 \x03(\x0b\x32\x1f.radixpool.v1.CudaIpcAllocation\"7\n\x11\x43udaIpcAllocation\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"o\n\x04Pool\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\x12$\n\x04spec\x18\x02 \x01(\x0b\x32\x16.radixpool.v1.PoolSpec\x12\x30\n\nattachment\x18\x03 \x01(\x0b\x32\x1c.radixpool.v1.PoolAttachment\"d\n\x13RegisterPoolRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x1b.radixpool.v1.RequestHeader\x12 \n\x04pool\x18\x02 \x01(\x0b\x32\x12.radixpool.v1.Pool\"D\n\x14RegisterPoolResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\"=\n\x11\x41ttachPoolRequest\x12(\n\x08\x65xpected\x18\x01 \x01(\x0b\x32\x16.radixpool.v1.PoolSpec\"d\n\x12\x41ttachPoolResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12 \n\x04pool\x18\x02 \x01(\x0b\x32\x12.radixpool.v1.Pool\"\x10\n\x0eGetPoolRequest\"a\n\x0fGetPoolResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12 \n\x04pool\x18\x02 \x01(\x0b\x32\x12.radixpool.v1.Pool*\x80\x01\n\x07KvDtype\x12\x18\n\x14KV_DTYPE_UNSPECIFIED\x10\x00\x12\x14\n\x10KV_DTYPE_FLOAT32\x10\x01\x12\x14\n\x10KV_DTYPE_FLOAT16\x10\x02\x12\x15\n\x11KV_DTYPE_BFLOAT16\x10\x03\x12\x18\n\x14KV_DTYPE_FLOAT8_E4M3\x10\x04*>\n\nPoolLayout\x12\x1b\n\x17POOL_LAYOUT_UNSPECIFIED\x10\x00\x12\x13\n\x0fPOOL_LAYOUT_HND\x10\x01\x32\xfd\x01\n\x0bPoolService\x12U\n\x0cRegisterPool\x12!.radixpool.v1.RegisterPoolRequest\x1a\".radixpool.v1.RegisterPoolResponse\x12O\n\nAttachPool\x12\x1f.radixpool.v1.AttachPoolRequest\x1a .radixpool.v1.AttachPoolResponse\x12\x46\n\x07GetPool\x12\x1c.radixpool.v1.GetPoolRequest\x1a\x1d.radixpool.v1.GetPoolResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17radixpool/v1/pool.proto\x12\x0cradixpool.v1\x1a\x19radixpool/v1/common.proto\"\x81\x02\n\x08PoolSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12$\n\x05\x64type\x18\x08 \x01(\x0e\x32\x15.radixpool.v1.KvDtype\x12(\n\x06layout\x18\t \x01(\x0e\x32\x18.radixpool.v1.PoolLayout\x12\x0f\n\x07k_scale\x18\n \x01(\x01\x12\x0f\n\x07v_scale\x18\x0b \x01(\x01\"\xb6\x01\n\x0ePoolAttachment\x12.\n\x05memfd\x18\x01 \x01(\x0b\x32\x1d.radixpool.v1.MemfdAttachmentH\x00\x12\x33\n\x08\x63uda_ipc\x18\x02 \x01(\x0b\x32\x1f.radixpool.v1.CudaIpcAttachmentH\x00\x12\x31\n\x07\x63uda_fd\x18\x03 \x01(\x0b\x32\x1e.radixpool.v1.CudaFdAttachmentH\x00\x42\x0c\n\nattachment\":\n\x0fMemfdAttachment\x12\x13\n\x0bsocket_path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"^\n\x11\x43udaIpcAttachment\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\x0c\x12\x34\n\x0b\x61llocations\x18\x02 \x03(\x0b\x32\x1f.radixpool.v1.CudaIpcAllocation\"7\n\x11\x43udaIpcAllocation\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"P\n\x10\x43udaFdAttachment\x12\x13\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\x0c\x12\x13\n\x0bsocket_path\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"o\n\x04Pool\x12\x0f\n\x07pool_id\x18\x01 \x01(\x0c\x12$\n\x04spec\x18\x02 \x01(\x0b\x32\x16.radixpool.v1.PoolSpec\x12\x30\n\nattachment\x18\x03 \x01(\x0b\x32\x1c.radixpool.v1.PoolAttachment\"d\n\x13RegisterPoolRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x1b.radixpool.v1.RequestHeader\x12 \n\x04pool\x18\x02 \x01(\x0b\x32\x12.radixpool.v1.Pool\"D\n\x14RegisterPoolResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\"=\n\x11\x41ttachPoolRequest\x12(\n\x08\x65xpected\x18\x01 \x01(\x0b\x32\x16.radixpool.v1.PoolSpec\"d\n\x12\x41ttachPoolResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12 \n\x04pool\x18\x02 \x01(\x0b\x32\x12.radixpool.v1.Pool\"\x10\n\x0eGetPoolRequest\"a\n\x0fGetPoolResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.radixpool.v1.ResponseHeader\x12 \n\x04pool\x18\x02 \x01(\x0b\x32\x12.radixpool.v1.Pool*\x80\x01\n\x07KvDtype\x12\x18\n\x14KV_DTYPE_UNSPECIFIED\x10\x00\x12\x14\n\x10KV_DTYPE_FLOAT32\x10\x01\x12\x14\n\x10KV_DTYPE_FLOAT16\x10\x02\x12\x15\n\x11KV_DTYPE_BFLOAT16\x10\x03\x12\x18\n\x14KV_DTYPE_FLOAT8_E4M3\x10\x04*>\n\nPoolLayout\x12\x1b\n\x17POOL_LAYOUT_UNSPECIFIED\x10\x00\x12\x13\n\x0fPOOL_LAYOUT_HND\x10\x01\x32\xfd\x01\n\x0bPoolService\x12U\n\x0cRegisterPool\x12!.radixpool.v1.RegisterPoolRequest\x1a\".radixpool.v1.RegisterPoolResponse\x12O\n\nAttachPool\x12\x1f.radixpool.v1.AttachPoolRequest\x1a .radixpool.v1.AttachPoolResponse\x12\x46\n\x07GetPool\x12\x1c.radixpool.v1.GetPoolRequest\x1a\x1d.radixpool.v1.GetPoolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixpool.v1.pool_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVDTYPE']._serialized_start=1209
-  _globals['_KVDTYPE']._serialized_end=1337
-  _globals['_POOLLAYOUT']._serialized_start=1339
-  _globals['_POOLLAYOUT']._serialized_end=1401
+  _globals['_KVDTYPE']._serialized_start=1376
+  _globals['_KVDTYPE']._serialized_end=1504
+  _globals['_POOLLAYOUT']._serialized_start=1506
+  _globals['_POOLLAYOUT']._serialized_end=1568
   _globals['_POOLSPEC']._serialized_start=69
-  _globals['_POOLSPEC']._serialized_end=292
-  _globals['_POOLATTACHMENT']._serialized_start=295
-  _globals['_POOLATTACHMENT']._serialized_end=426
-  _globals['_MEMFDATTACHMENT']._serialized_start=428
-  _globals['_MEMFDATTACHMENT']._serialized_end=486
-  _globals['_CUDAIPCATTACHMENT']._serialized_start=488
-  _globals['_CUDAIPCATTACHMENT']._serialized_end=582
-  _globals['_CUDAIPCALLOCATION']._serialized_start=584
-  _globals['_CUDAIPCALLOCATION']._serialized_end=639
-  _globals['_POOL']._serialized_start=641
-  _globals['_POOL']._serialized_end=752
-  _globals['_REGISTERPOOLREQUEST']._serialized_start=754
-  _globals['_REGISTERPOOLREQUEST']._serialized_end=854
-  _globals['_REGISTERPOOLRESPONSE']._serialized_start=856
-  _globals['_REGISTERPOOLRESPONSE']._serialized_end=924
-  _globals['_ATTACHPOOLREQUEST']._serialized_start=926
-  _globals['_ATTACHPOOLREQUEST']._serialized_end=987
-  _globals['_ATTACHPOOLRESPONSE']._serialized_start=989
-  _globals['_ATTACHPOOLRESPONSE']._serialized_end=1089
-  _globals['_GETPOOLREQUEST']._serialized_start=1091
-  _globals['_GETPOOLREQUEST']._serialized_end=1107
-  _globals['_GETPOOLRESPONSE']._serialized_start=1109
-  _globals['_GETPOOLRESPONSE']._serialized_end=1206
-  _globals['_POOLSERVICE']._serialized_start=1404
-  _globals['_POOLSERVICE']._serialized_end=1657
+  _globals['_POOLSPEC']._serialized_end=326
+  _globals['_POOLATTACHMENT']._serialized_start=329
+  _globals['_POOLATTACHMENT']._serialized_end=511
+  _globals['_MEMFDATTACHMENT']._serialized_start=513
+  _globals['_MEMFDATTACHMENT']._serialized_end=571
+  _globals['_CUDAIPCATTACHMENT']._serialized_start=573
+  _globals['_CUDAIPCATTACHMENT']._serialized_end=667
+  _globals['_CUDAIPCALLOCATION']._serialized_start=669
+  _globals['_CUDAIPCALLOCATION']._serialized_end=724
+  _globals['_CUDAFDATTACHMENT']._serialized_start=726
+  _globals['_CUDAFDATTACHMENT']._serialized_end=806
+  _globals['_POOL']._serialized_start=808
+  _globals['_POOL']._serialized_end=919
+  _globals['_REGISTERPOOLREQUEST']._serialized_start=921
+  _globals['_REGISTERPOOLREQUEST']._serialized_end=1021
+  _globals['_REGISTERPOOLRESPONSE']._serialized_start=1023
+  _globals['_REGISTERPOOLRESPONSE']._serialized_end=1091
+  _globals['_ATTACHPOOLREQUEST']._serialized_start=1093
+  _globals['_ATTACHPOOLREQUEST']._serialized_end=1154
+  _globals['_ATTACHPOOLRESPONSE']._serialized_start=1156
+  _globals['_ATTACHPOOLRESPONSE']._serialized_end=1256
+  _globals['_GETPOOLREQUEST']._serialized_start=1258
+  _globals['_GETPOOLREQUEST']._serialized_end=1274
+  _globals['_GETPOOLRESPONSE']._serialized_start=1276
+  _globals['_GETPOOLRESPONSE']._serialized_end=1373
+  _globals['_POOLSERVICE']._serialized_start=1571
+  _globals['_POOLSERVICE']._serialized_end=1824
 # @@protoc_insertion_point(module_scope)

@@ -31,7 +31,7 @@ class _KvDtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvDtype.Value
     KV_DTYPE_FLOAT16: _KvDtype.ValueType  # 2
     KV_DTYPE_BFLOAT16: _KvDtype.ValueType  # 3
     KV_DTYPE_FLOAT8_E4M3: _KvDtype.ValueType  # 4
-    """KV_DTYPE_FLOAT8_E4M3 has one scale per layer, KV head and block."""
+    """KV_DTYPE_FLOAT8_E4M3 stores K / k_scale and V / v_scale, saturated at 448."""
 
 class KvDtype(_KvDtype, metaclass=_KvDtypeEnumTypeWrapper):
     """KvDtype is the element type of the pool."""
@@ -41,7 +41,7 @@ KV_DTYPE_FLOAT32: KvDtype.ValueType  # 1
 KV_DTYPE_FLOAT16: KvDtype.ValueType  # 2
 KV_DTYPE_BFLOAT16: KvDtype.ValueType  # 3
 KV_DTYPE_FLOAT8_E4M3: KvDtype.ValueType  # 4
-"""KV_DTYPE_FLOAT8_E4M3 has one scale per layer, KV head and block."""
+"""KV_DTYPE_FLOAT8_E4M3 stores K / k_scale and V / v_scale, saturated at 448."""
 Global___KvDtype: _TypeAlias = KvDtype  # noqa: Y015
 
 class _PoolLayout:
@@ -77,6 +77,8 @@ class PoolSpec(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    K_SCALE_FIELD_NUMBER: _builtins.int
+    V_SCALE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     revision: _builtins.str
     num_layers: _builtins.int
@@ -88,6 +90,9 @@ class PoolSpec(_message.Message):
     num_blocks: _builtins.int
     dtype: Global___KvDtype.ValueType
     layout: Global___PoolLayout.ValueType
+    k_scale: _builtins.float
+    """k_scale and v_scale are positive for fp8, 0 for every other dtype."""
+    v_scale: _builtins.float
     def __init__(
         self,
         *,
@@ -100,10 +105,12 @@ class PoolSpec(_message.Message):
         num_blocks: _builtins.int = ...,
         dtype: Global___KvDtype.ValueType = ...,
         layout: Global___PoolLayout.ValueType = ...,
+        k_scale: _builtins.float = ...,
+        v_scale: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "layout", b"layout", "model", b"model", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "k_scale", b"k_scale", "layout", b"layout", "model", b"model", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "revision", b"revision", "v_scale", b"v_scale"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -117,21 +124,25 @@ class PoolAttachment(_message.Message):
 
     MEMFD_FIELD_NUMBER: _builtins.int
     CUDA_IPC_FIELD_NUMBER: _builtins.int
+    CUDA_FD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def memfd(self) -> Global___MemfdAttachment: ...
     @_builtins.property
     def cuda_ipc(self) -> Global___CudaIpcAttachment: ...
+    @_builtins.property
+    def cuda_fd(self) -> Global___CudaFdAttachment: ...
     def __init__(
         self,
         *,
         memfd: Global___MemfdAttachment | None = ...,
         cuda_ipc: Global___CudaIpcAttachment | None = ...,
+        cuda_fd: Global___CudaFdAttachment | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "cuda_ipc", b"cuda_ipc", "memfd", b"memfd"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "cuda_fd", b"cuda_fd", "cuda_ipc", b"cuda_ipc", "memfd", b"memfd"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "cuda_ipc", b"cuda_ipc", "memfd", b"memfd"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "cuda_fd", b"cuda_fd", "cuda_ipc", b"cuda_ipc", "memfd", b"memfd"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_attachment: _TypeAlias = _typing.Literal["memfd", "cuda_ipc"]  # noqa: Y015
+    _WhichOneofReturnType_attachment: _TypeAlias = _typing.Literal["memfd", "cuda_ipc", "cuda_fd"]  # noqa: Y015
     _WhichOneofArgType_attachment: _TypeAlias = _typing.Literal["attachment", b"attachment"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_attachment) -> _WhichOneofReturnType_attachment | None: ...
 
@@ -210,6 +221,37 @@ class CudaIpcAllocation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CudaIpcAllocation: _TypeAlias = CudaIpcAllocation  # noqa: Y015
+
+@_typing.final
+class CudaFdAttachment(_message.Message):
+    """CudaFdAttachment: connect to the unix socket and receive, as ancillary data, the descriptor of one allocation on the
+    named device (cuMemExportToShareableHandle), which lives until the last process has closed and unmapped it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    SOCKET_PATH_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    device_uuid: _builtins.bytes
+    """device_uuid is the 16 bytes of the GPU's UUID."""
+    socket_path: _builtins.str
+    """socket_path is absolute, or abstract when it begins with "@"."""
+    size_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        device_uuid: _builtins.bytes = ...,
+        socket_path: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "size_bytes", b"size_bytes", "socket_path", b"socket_path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaFdAttachment: _TypeAlias = CudaFdAttachment  # noqa: Y015
 
 @_typing.final
 class Pool(_message.Message):

@@ -21,10 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from attention_cases import FP8, SUITES, Case, Workload
+from attention_cases import SUITES, Case, Workload
 from attention_peers import LOADERS, Binder, load_peers
+from attention_rounds import right_calls, time_in_turns
 from decode_docs import plot
-from gpu_timing import clean_cache, host_time, read_bandwidth, time_eager, time_graph
+from gpu_timing import clean_cache, host_time, read_bandwidth, time_graph
 
 from radixpool.kernels import attend, plan_forest
 
@@ -78,25 +79,10 @@ def plan_times(w: Workload) -> tuple[float, float]:
 def run_case(case: Case, binders: dict[str, Binder], rounds: int, bandwidth: float) -> list[Result]:
     """Check and time every implementation on one case."""
     w = Workload(case)
-    reference = w.reference()
-    results: dict[str, Result] = {}
-    calls: dict[str, Callable[[], torch.Tensor]] = {}
-    bound = radixpool_calls(w)
-    for name in [*bound, *binders]:
-        results[name] = Result(case.name, name)
-        try:
-            call = bound[name] if name in bound else binders[name](w)
-            results[name].error = w.error(call(), reference)
-            torch.cuda.synchronize()
-            if not results[name].error < (8e-2 if case.dtype == FP8 else 2e-2):
-                raise ArithmeticError(f"relative error {results[name].error:.1e}")
-            calls[name] = call
-        except Exception as error:
-            results[name].failed = repr(error)[:160]
-    timings: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            timings[name].append(time_eager(call, rep_ms=40).us)
+    ours = radixpool_calls(w)
+    results = {name: Result(case.name, name) for name in [*ours, *binders]}
+    calls = right_calls(w, ours, binders, results)
+    timings = time_in_turns(calls, rounds, rep_ms=40)
     for name, call in calls.items():
         r, t = results[name], timings[name]
         r.eager_us, r.eager_low_us, r.eager_high_us = statistics.median(t), min(t), max(t)

@@ -1,12 +1,12 @@
 """Prefill and extend on one GPU, radixpool beside its peers in one run.
 
-usage: python bench/extend.py [--peers DIR] [--suite main|shapes|fp8 ...] [--case TEXT] [--out DIR]
+usage: python bench/extend.py [--peers DIR] [--suite main|mixed|shapes|fp8 ...] [--case TEXT] [--out DIR]
 
-Every implementation is checked against float64 before it is timed (a red one is reported, not timed). Rounds alternate
-between implementations; the L2 cache is overwritten before every run; figures are medians over the rounds with the
-spread of the rounds' medians. `radixpool_plain` is the same plan without the fast kernel, `radixpool_fp8` has
-precision="fp8". Large dense matrix products, timed before and after the cases, are the ceiling of the machine in this
-run. Prints a table, writes extend.csv; `extend_docs.py` makes the documentation from it.
+All kernels are compiled first, in parallel. Every implementation is checked against float64 before it is timed (a red
+one is reported, not timed). Rounds alternate between implementations; the L2 cache is overwritten before every run;
+figures are medians over the rounds with the spread of the rounds' medians. `radixpool_plain` is the same plan without
+the fast kernel, `radixpool_fp8` has precision="fp8". Large dense matrix products, timed before and after the cases, are
+the ceiling of the machine in this run. Prints a table, writes extend.csv; `extend_docs.py` makes the documentation.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from attention_rounds import right_calls, time_in_turns
+from extend_ahead import compile_ahead
 from extend_cases import FP8, SUITES, Case, Workload
 from extend_peers import LOADERS, Binder, load_peers
 from gpu_timing import time_eager
@@ -96,28 +98,12 @@ def plan_ms(w: Workload) -> float:
 def run_case(case: Case, binders: dict[str, Binder], rounds: int) -> list[Result]:
     """Check and time every implementation on one case."""
     w = Workload(case)
-    reference = w.reference()
-    results: dict[str, Result] = {}
-    calls: dict[str, Callable[[], torch.Tensor]] = {}
     ours = radixpool_calls(w)
-    for name in [*ours, *binders]:
-        results[name] = Result(case.name, name)
-        try:
-            call = ours[name] if name in ours else binders[name](w)
-            results[name].error = w.error(call(), reference)
-            torch.cuda.synchronize()
-            if not results[name].error < (8e-2 if case.dtype == FP8 else 2e-2):
-                raise ArithmeticError(f"relative error {results[name].error:.1e}")
-            calls[name] = call
-        except Exception as error:
-            results[name].failed = repr(error)[:160]
-    timings: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            timings[name].append(time_eager(call, rep_ms=60).us)
-    for name, t in timings.items():
+    results = {name: Result(case.name, name) for name in [*ours, *binders]}
+    calls = right_calls(w, ours, binders, results)
+    for name, us in time_in_turns(calls, rounds, rep_ms=60).items():
         r = results[name]
-        r.us, r.low_us, r.high_us = statistics.median(t), min(t), max(t)
+        r.us, r.low_us, r.high_us = statistics.median(us), min(us), max(us)
         r.tflops = case.flops / r.us / 1e6
     report(case, list(results.values()), plan_ms(w))
     return list(results.values())
@@ -156,16 +142,19 @@ def main() -> None:
     parser.add_argument("--suite", nargs="+", choices=list(SUITES), default=list(SUITES))
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile ahead (default: one a core)")
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    binders = load_peers(args.peers, args.peer)
     cases = [c for suite in args.suite for c in SUITES[suite] if args.case in c.name]
     if not cases:
         parser.error(f"--case: no case of {', '.join(args.suite)} contains {args.case!r}")
-    results = ceilings()
-    for case in cases:
+    compile_ahead(cases, args.peers, args.peer, jobs=args.jobs)
+    binders = load_peers(args.peers, args.peer)
+    start, results = time.perf_counter(), ceilings()
+    for i, case in enumerate(cases, 1):
         results += run_case(case, binders, args.rounds)
+        print(f"{i} of {len(cases)} cases, {time.perf_counter() - start:.0f} s", flush=True)
         write_results(results, args.out / "extend.csv")  # a run that is cut short keeps what it has
     write_results(results + ceilings(), args.out / "extend.csv")
 

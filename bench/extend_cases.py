@@ -26,6 +26,12 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
 
     @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            *self.heads, self.head_dim, self.block_size, q_dtype=torch.bfloat16, kv_dtype=self.dtype, device="cuda"
+        )
+
+    @property
     def new(self) -> list[int]:
         return [new for count, new, _ in self.sequences for _ in range(count)]
 
@@ -48,7 +54,11 @@ SUITES = {
         Case("8/1 8 x 2048 over 4096", SMALL, ((8, 2048, 4096),)),
         Case("64 x 128 over one 8192", LARGE, ((64, 128, 8192),), shared=8192),
         Case("64 x 16 over one 8192", LARGE, ((64, 16, 8192),), shared=8192),
+    ],
+    "mixed": [
         Case("1 x 2048 + 64 decodes 2048", LARGE, ((1, 2048, 0), (64, 1, 2047))),
+        Case("2 x 4096 + 16 decodes 8192", LARGE, ((2, 4096, 0), (16, 1, 8191))),
+        Case("1 x 512 over 1024 + 128 decodes 1024", LARGE, ((1, 512, 1024), (128, 1, 1023))),
     ],
     "shapes": [
         Case("d64 4 x 4096 new", LARGE, ((4, 4096, 0),), head_dim=64),
@@ -60,6 +70,7 @@ SUITES = {
         Case("fp8 4 x 4096 new", LARGE, ((4, 4096, 0),), dtype=FP8),
         Case("fp8 8/1 8 x 2048 over 4096", SMALL, ((8, 2048, 4096),), dtype=FP8),
         Case("fp8 64 x 128 over one 8192", LARGE, ((64, 128, 8192),), shared=8192, dtype=FP8),
+        Case("fp8 d64 4 x 4096 new", LARGE, ((4, 4096, 0),), head_dim=64, dtype=FP8),
     ],
 }
 
@@ -71,9 +82,7 @@ class Workload:
         torch.manual_seed(seed)
         self.case = case
         heads, kv_heads = case.heads
-        self.spec = AttentionSpec(
-            heads, kv_heads, case.head_dim, case.block_size, q_dtype=torch.bfloat16, kv_dtype=case.dtype, device="cuda"
-        )
+        self.spec = case.spec
         self.lens, self.new = np.array(case.lens, np.int32), np.array(case.new, np.int32)
         blocks = -(-self.lens // case.block_size)
         prefix = case.shared // case.block_size

@@ -77,10 +77,10 @@ def main_table(cases: dict[str, Times], ceilings: dict[str, float]) -> str:
 
 
 def fp8_table(cases: dict[str, Times], ceilings: dict[str, float]) -> str:
-    """Return the table of the cases with fp8 pools: exact products and fp8 products, with their errors."""
+    """Return the table of the cases with fp8 pools: exact and fp8 products, their errors, the same case in bf16."""
     head = (
-        "| case | full: µs | TFLOP/s | error | against FA3 | fp8: µs | TFLOP/s | of the dense fp8 product | error "
-        "| against FA3 | FA3: µs | TFLOP/s | error |"
+        "| case | full: µs | TFLOP/s | error | against FA3 | against a bf16 pool | fp8: µs | TFLOP/s "
+        "| of the dense fp8 product | error | against FA3 | against a bf16 pool | FA3: µs | TFLOP/s | error |"
     )
     rows = []
     for case in (c for suite in SUITES.values() for c in suite if c.dtype == FP8 and c.name in cases):
@@ -92,11 +92,13 @@ def fp8_table(cases: dict[str, Times], ceilings: dict[str, float]) -> str:
         def error(name: str, t: Times = t) -> str:
             return f"{value(t, name, 'error'):.1e}"
 
+        bf16 = value(cases.get(case.name.removeprefix("fp8 "), {}), "radixpool", "us")
+        against_bf16 = {name: cell(bf16 / value(t, name, "us"), 2) for name in ("radixpool", "radixpool_fp8")}
         share = 100 * value(t, "radixpool_fp8", "tflops") / ceilings.get("fp8", math.nan)
         rows.append([
-            case.name, *own("radixpool"), error("radixpool"), cell(speed(t, "radixpool"), 2), *own("radixpool_fp8"),
-            f"{cell(share)} %", error("radixpool_fp8"), f"**{cell(speed(t, 'radixpool_fp8'), 2)}**", *own("fa3"),
-            error("fa3"),
+            case.name, *own("radixpool"), error("radixpool"), cell(speed(t, "radixpool"), 2), against_bf16["radixpool"],
+            *own("radixpool_fp8"), f"{cell(share)} %", error("radixpool_fp8"),
+            f"**{cell(speed(t, 'radixpool_fp8'), 2)}**", against_bf16["radixpool_fp8"], *own("fa3"), error("fa3"),
         ])  # fmt: skip
     return table(head, rows) if rows else "(no such case in this run)"
 

@@ -1,14 +1,15 @@
 """Who was registered when the former manager died: the clients whose GPU steps may still touch blocks.
 
-One slot per client in the blocks file: id, process if it can be watched, checksum. A slot is written before the client
-can hold a block and cleared after its last block came back, in whichever life of the manager that is. A slot that is
-neither empty nor valid stands for a client nobody knows, which can only be waited out.
+One slot per client in the blocks file: id, role, process if it can be watched, checksum. A slot is written before the
+client can hold a block and cleared after its last block came back, in whichever life of the manager that is. A slot
+that is neither empty nor valid stands for a client nobody knows, which can only be waited out.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,10 +18,18 @@ from radixpool.rpc.directory.errors import DirectoryNoSpace
 from radixpool.rpc.directory.layout import CLIENT_SLOT_BYTES
 from radixpool.rpc.directory.processes import ProcessMark
 
-_BODY = struct.Struct(f"<{limits.CLIENT_ID_BYTES}sQQ16sI")
+_BODY = struct.Struct(f"<{limits.CLIENT_ID_BYTES}sQQ16sII")
 _CRC = struct.Struct("<I")
 _EMPTY = bytes(CLIENT_SLOT_BYTES)
 _UNWATCHED = ProcessMark(0, 0, bytes(16), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownClient:
+    """A client of the table: its role as on the wire, and its process, None for one that cannot be watched."""
+
+    role: int
+    process: ProcessMark | None
 
 
 class ClientTable:
@@ -42,29 +51,29 @@ class ClientTable:
         """The clients in the table."""
         return frozenset(self._slots)
 
-    def processes(self) -> dict[bytes, ProcessMark | None]:
-        """Return the clients in the table with their processes, None for one that cannot be watched. O(clients)."""
-        return {client_id: self._process_of(slot) for client_id, slot in self._slots.items()}
+    def known(self) -> dict[bytes, KnownClient]:
+        """Return what the table says of each client. O(clients)."""
+        return {client_id: self._read(slot) for client_id, slot in self._slots.items()}
 
     @property
     def num_unreadable(self) -> int:
         """Slots that were torn or damaged: clients that nobody can name."""
         return len(self._unreadable)
 
-    def add(self, client_id: bytes, process: ProcessMark | None = None) -> None:
-        """Record a client before it can hold anything, a known one with its present process. O(1).
+    def add(self, client_id: bytes, client: KnownClient) -> None:
+        """Record a client before it can hold anything, a known one as it is now. O(1).
 
         Raises DirectoryNoSpace when the table is full.
         """
         former = self._slots.get(client_id)
-        if former is not None and self._process_of(former) == process:
+        if former is not None and self._read(former) == client:
             return
         if not self._free:
             raise DirectoryNoSpace(f"client table holds at most {len(self._region) // CLIENT_SLOT_BYTES} clients")
         slot = self._free.pop()
         at = slot * CLIENT_SLOT_BYTES
-        mark = process or _UNWATCHED
-        body = _BODY.pack(client_id, mark.namespace, mark.start_ticks, mark.boot_id, mark.pid)
+        mark = client.process or _UNWATCHED
+        body = _BODY.pack(client_id, mark.namespace, mark.start_ticks, mark.boot_id, mark.pid, client.role)
         self._region[at : at + len(body) + _CRC.size] = body + _CRC.pack(zlib.crc32(body))
         self._slots[client_id] = slot
         if former is not None:
@@ -81,9 +90,9 @@ class ClientTable:
         while self._unreadable:
             self._clear(self._unreadable.pop())
 
-    def _process_of(self, slot: int) -> ProcessMark | None:
-        _, namespace, start_ticks, boot_id, pid = _BODY.unpack_from(self._region, slot * CLIENT_SLOT_BYTES)
-        return ProcessMark(pid, namespace, boot_id, start_ticks) if pid else None
+    def _read(self, slot: int) -> KnownClient:
+        _, namespace, start_ticks, boot_id, pid, role = _BODY.unpack_from(self._region, slot * CLIENT_SLOT_BYTES)
+        return KnownClient(role, ProcessMark(pid, namespace, boot_id, start_ticks) if pid else None)
 
     def _clear(self, slot: int) -> None:
         at = slot * CLIENT_SLOT_BYTES

@@ -21,7 +21,7 @@ from radixpool.rpc import limits
 from radixpool.rpc.directory.errors import DirectoryDamaged
 
 MAGIC: Final = b"RPBLKDIR"
-VERSION: Final = 2
+VERSION: Final = 3
 HEADER_BYTES: Final = 4096
 SEED_BYTES: Final = 16
 CLIENT_SLOT_BYTES: Final = 64

@@ -39,6 +39,12 @@ class ProcessMark:
         started = _start_ticks(self.pid)
         return not _is_hidden(self.pid) if started is None else started != self.start_ticks
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended, for certain; a frozen one has not. False where this process cannot see."""
+        here = self.boot_id == own_boot_id() and self.namespace == own_namespace()
+        return here and _start_ticks(self.pid) == self.start_ticks
+
 
 def mark_process(pid: int, *, namespace: int, boot_id: str) -> ProcessMark | None:
     """Return the mark of a process that says this of itself, None where this process cannot watch it."""

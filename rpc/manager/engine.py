@@ -310,7 +310,7 @@ class Engine:
         keep.handles.clear()
         self._dying.clear()
         self.generation += 1
-        self.former_life.pool_replaced(self.generation)
+        self.former_life.pool_replaced(self.generation, holder_id=keep.client_id)
         _EMPTIED()
         self._start_cache()
 

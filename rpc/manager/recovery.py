@@ -5,8 +5,9 @@ A manager with a block directory starts with the cache of its former life. Two t
 * whether the bytes are still there: nothing is served until a pool registers. The same pool brings the cache back,
   another one, or none ever known, means an empty start.
 * whether GPU steps of the former life still run: until each client of that life has registered again (which it does
-  only when none of its steps runs), or has been silent for its lease and a grace, no block that was in use may be
-  written to. Restored blocks can be hit all the while. Then they are let go in slices, so that nobody waits for that.
+  only when none of its steps runs), has died, or has been silent for its lease and a grace (and is no worker whose
+  process still runs: a frozen one goes on with its step when it thaws), no block that was in use may be written to.
+  Restored blocks can be hit all the while. Then they are let go in slices, so that nobody waits for that.
 
 The engine calls everything here under its lock.
 """
@@ -29,6 +30,7 @@ from radixpool.radix.persistence import Persistence
 from radixpool.radix.rebuild import lift_fence, restore_blocks
 from radixpool.radix.restore import plan_restore
 from radixpool.rpc.directory import BlockDirectory
+from radixpool.rpc.directory.clients import KnownClient
 from radixpool.rpc.directory.file import NEW
 from radixpool.rpc.directory.layout import NO_POOL
 from radixpool.rpc.directory.processes import ProcessMark, mark_process
@@ -117,8 +119,11 @@ class FormerLife:
     def pool_registered(self, pool_id: bytes) -> None:
         """Learn that the pool with the bytes of the cached blocks is registered."""
 
-    def pool_replaced(self, generation: int) -> None:
-        """Learn that other bytes take the place of the cached ones, and that `generation` begins with them."""
+    def pool_replaced(self, generation: int, *, holder_id: bytes) -> None:
+        """Learn that other bytes take the place of the cached ones, and that `generation` begins with them.
+
+        Of all clients only the holder of the new pool is left.
+        """
 
     def set_generation(self, generation: int) -> None:
         """Learn that a new generation of content begins."""
@@ -152,7 +157,8 @@ class RecordedLife(FormerLife):
         self._lease_ttl_ms = lease_ttl_ms
         self._deadline = clock() + directory.lease_ttl_ms / 1000 + GRACE_S
         directory.set_lease_ttl_ms(max(lease_ttl_ms, directory.lease_ttl_ms))
-        self._awaited = directory.clients.processes()
+        self._awaited = directory.clients.known()
+        self._warned = False
         self._fenced: RadixCache | None = None
         self._awaits_pool = False
         self._is_ending = False
@@ -251,14 +257,17 @@ class RecordedLife(FormerLife):
         self._directory.set_pool(pool_id)
         self._awaits_pool = False
 
-    def pool_replaced(self, generation: int) -> None:
-        """Forget every block and every former client: none of them can touch the new bytes."""
+    def pool_replaced(self, generation: int, *, holder_id: bytes) -> None:
+        """Forget every block and every other client, of this life and the former: none can touch the new bytes."""
         _log.warning("another pool has registered: the cache starts empty, in generation %d", generation)
         self._directory.clear()
         self._directory.set_generation(generation)
         self._fenced = None
         self._is_ending = False
-        self._wait_no_longer()
+        self._awaited.clear()
+        for client_id in self._directory.clients.client_ids - {holder_id}:
+            self._directory.clients.discard(client_id)
+        self._directory.clients.discard_unreadable()
 
     def set_generation(self, generation: int) -> None:
         """Note the generation for the next life."""
@@ -267,7 +276,7 @@ class RecordedLife(FormerLife):
     def client_registered(self, client_id: bytes, role: int, process: cache_pb2.ProcessIdentity | None = None) -> None:
         """Record the client unless its role holds no blocks, and stop waiting for it."""
         if role not in _ROLES_WITHOUT_BLOCKS:
-            self._directory.clients.add(client_id, _mark(process))
+            self._directory.clients.add(client_id, KnownClient(role, _mark(process)))
         self._awaited.pop(client_id, None)
         self._end_if_alone()
 
@@ -283,11 +292,11 @@ class RecordedLife(FormerLife):
         """
         if self._fenced is None:
             return
-        for client_id, process in list(self._awaited.items()):
-            if process is not None and process.is_gone:
+        for client_id, client in list(self._awaited.items()):
+            if client.process is not None and client.process.is_gone:
                 self._strike(client_id)
         if self._clock() >= self._deadline:
-            self._wait_no_longer()
+            self._wait_for_running_workers()
         self._end_if_alone()
 
     def check(self, cache: RadixCache) -> None:
@@ -298,10 +307,20 @@ class RecordedLife(FormerLife):
         """Unmap and unlock the directory."""
         self._directory.close()
 
-    def _wait_no_longer(self) -> None:
-        for client_id in list(self._awaited):
-            self._strike(client_id)
+    def _wait_for_running_workers(self) -> None:
+        """Wait no longer for anybody else: the time is over within which they may have begun or ended a step."""
+        for client_id, client in list(self._awaited.items()):
+            if client.role != cache_pb2.CLIENT_ROLE_WORKER or client.process is None or not client.process.is_running:
+                self._strike(client_id)
         self._directory.clients.discard_unreadable()
+        if self._awaited and not self._warned:
+            self._warned = True
+            pids = sorted(client.process.pid for client in self._awaited.values() if client.process is not None)
+            _log.warning(
+                "workers of the former life run and do not register again: what was in use then stays fenced until "
+                "they do, or end; process ids: %s",
+                ", ".join(map(str, pids)),
+            )
 
     def _strike(self, client_id: bytes) -> None:
         del self._awaited[client_id]

@@ -4,11 +4,12 @@ import os
 
 import pytest
 
-from radixpool.rpc.directory.clients import ClientTable
+from radixpool.rpc.directory.clients import ClientTable, KnownClient
 from radixpool.rpc.directory.errors import DirectoryNoSpace
 from radixpool.rpc.directory.layout import CLIENT_SLOT_BYTES
 from radixpool.rpc.directory.processes import ProcessMark
 
+NOBODY = KnownClient(0, None)
 ONE, TWO, THREE = (bytes([i]) * 16 for i in range(1, 4))
 
 
@@ -19,42 +20,44 @@ def region() -> memoryview:
 
 def test_a_later_life_knows_who_was_there(region: memoryview) -> None:
     table = ClientTable(region)
-    table.add(ONE)
-    table.add(TWO)
-    table.add(TWO)
+    table.add(ONE, NOBODY)
+    table.add(TWO, NOBODY)
+    table.add(TWO, NOBODY)
     table.discard(ONE)
     table.discard(THREE)
     assert ClientTable(region).client_ids == {TWO}
 
 
-def test_a_client_is_known_with_its_present_process(region: memoryview) -> None:
+def test_a_client_is_known_as_it_is_now(region: memoryview) -> None:
     first, second = (ProcessMark(pid, 4026531836, bytes(range(16)), 77) for pid in (5, 6))
     table = ClientTable(region)
-    table.add(ONE, first)
-    table.add(ONE, first)
-    assert ClientTable(region).processes() == {ONE: first}
-    table.add(ONE, second)
-    assert ClientTable(region).processes() == {ONE: second}
-    table.add(ONE)
-    assert ClientTable(region).processes() == {ONE: None}
-    table.add(TWO, first)
-    assert ClientTable(region).processes() == {ONE: None, TWO: first}
+    for client in (
+        KnownClient(1, first),
+        KnownClient(1, first),
+        KnownClient(1, second),
+        KnownClient(2, second),
+        NOBODY,
+    ):
+        table.add(ONE, client)
+        assert ClientTable(region).known() == {ONE: client}
+    table.add(TWO, KnownClient(1, first))
+    assert ClientTable(region).known() == {ONE: NOBODY, TWO: KnownClient(1, first)}
 
 
 def test_a_full_table_refuses_and_says_its_limit(region: memoryview) -> None:
     table = ClientTable(region)
-    table.add(ONE)
-    table.add(TWO)
+    table.add(ONE, NOBODY)
+    table.add(TWO, NOBODY)
     with pytest.raises(DirectoryNoSpace, match="at most 2"):
-        table.add(THREE)
+        table.add(THREE, NOBODY)
     table.discard(ONE)
-    table.add(THREE)
+    table.add(THREE, NOBODY)
     assert ClientTable(region).client_ids == {TWO, THREE}
 
 
 def test_a_slot_torn_at_any_byte_is_a_client_nobody_knows(region: memoryview) -> None:
     client = os.urandom(16).replace(b"\0", b"\1")
-    ClientTable(region).add(client)
+    ClientTable(region).add(client, NOBODY)
     whole = bytes(region)
     length = len(whole.rstrip(b"\0"))
     for written in range(length):

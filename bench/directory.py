@@ -206,7 +206,7 @@ def lift_in_slices(cache: RadixCache) -> Iterator[float]:
 @click.command(help=__doc__)
 @click.option("--folder", type=click.Path(exists=True, file_okay=False), help="Where the files lie.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Fresh directories per case.")
-@click.option("--recovery-blocks", default=1_000_000, show_default=True, type=click.IntRange(1024), help="Pool size.")
+@click.option("--recovery-blocks", default=1_000_000, show_default=True, type=click.IntRange(16_384), help="Pool size.")
 @click.option(
     "--only", multiple=True, type=click.Choice(("lifecycle", "calls", "recovery")), help="Only these questions."
 )

@@ -138,11 +138,9 @@ class Channels:
 
 
 class Messages:
-    """Calls with `size` bytes each, over many channels at once; every call must be answered, or refused."""
+    """Calls with `payload` each, over many channels at once; every call must be answered, or refused."""
 
-    def __init__(self, address: str, size: int) -> None:
-        payload = bytes(size)
-
+    def __init__(self, address: str, payload: bytes) -> None:
         def send(_number: int) -> None:
             with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
                 match = channel.unary_unary("/radixpool.v1.CacheService/Match")
@@ -157,6 +155,11 @@ class Messages:
         """Everything has ended already."""
 
 
+def largest_match() -> bytes:
+    """Return a request of the largest size that is allowed: it is parsed, and the tree is asked for it."""
+    return cache_pb2.MatchRequest(tokens=bytes(limits.MAX_MESSAGE_BYTES - 64)).SerializeToString()
+
+
 def kinds(count: int) -> dict[str, tuple[int, Callable[[str], RawConnections | Channels | Messages]]]:
     """Return how many there are of each kind, and what makes them."""
     calls = OVERSIZE_CHANNELS * OVERSIZE_EACH
@@ -166,8 +169,8 @@ def kinds(count: int) -> dict[str, tuple[int, Callable[[str], RawConnections | C
         "half": (count, lambda address: RawConnections(address, count, PREFACE[:12])),
         "idle": (count, lambda address: RawConnections(address, count, PREFACE + SETTINGS)),
         "channels": (channels, lambda address: Channels(address, channels)),
-        "oversize": (calls, lambda address: Messages(address, OVERSIZE_BYTES)),
-        "largest": (calls, lambda address: Messages(address, limits.MAX_MESSAGE_BYTES - 64)),
+        "oversize": (calls, lambda address: Messages(address, bytes(OVERSIZE_BYTES))),
+        "largest": (calls, lambda address: Messages(address, largest_match())),
     }
 
 

@@ -8,6 +8,7 @@
     ├── LimitExceeded          too many clients, sequences or streams
     ├── ManagerUnavailable     nobody answers at the address, or not in time
     │   ├── Recovering         it has restarted and waits for the pool of its cache
+    │   ├── Overloaded         too many bytes of requests are under way at once
     │   ├── SequenceLost       a worker lost it, and with it the caller's own sequence
     │   └── Draining           it is shutting down and takes no new sequences
     ├── AddressInUse           another process serves the address
@@ -15,8 +16,8 @@
     ├── PoolMismatch           the pool is not what was expected; names the field
     ├── PoolUnavailable        no pool holder is registered
     ├── Unauthenticated        no credential, or one that does not count
-├── PermissionDenied       a known caller asked for what its role or tenant does not allow
-└── ProtocolError          the peer's answer makes no sense: versions differ
+    ├── PermissionDenied       a known caller asked for what its role or tenant does not allow
+    └── ProtocolError          the peer's answer makes no sense: versions differ
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class ManagerUnavailable(RadixPoolError):
 
 class Recovering(ManagerUnavailable):
     """The manager has restarted and waits for the pool of its restored cache; the same call will work later."""
+
+
+class Overloaded(ManagerUnavailable):
+    """The manager dropped a large request unread, because too many bytes of others are under way; try again."""
 
 
 class SequenceLost(ManagerUnavailable):

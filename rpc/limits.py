@@ -18,8 +18,9 @@ MAX_NAME_BYTES: Final = 128
 MAX_NAMESPACE_FIELD_BYTES: Final = 512
 MAX_PATH_BYTES: Final = 4096
 
-MAX_MESSAGE_BYTES: Final = 8 << 20
-"""One request or reply: two million tokens."""
+MAX_MESSAGE_BYTES: Final = (4 << 20) + (64 << 10)
+"""One request or reply: a prompt of 1,048,576 tokens, and room for what comes with it. It is also what bounds memory:
+every thread may be given one request of this size."""
 MAX_BATCH_OPERATIONS: Final = 4096
 MAX_STEP_ROWS: Final = 4096
 """Sequences in the columns of one step."""
@@ -32,7 +33,16 @@ MAX_SUBSCRIBERS: Final = 16
 """Open SubscribeEvents streams; each holds one server thread."""
 EVENTS_PER_MESSAGE: Final = 64
 UNARY_THREADS: Final = 8
-"""Server threads beyond those of the streams. One lock guards the cache, so more would only queue."""
+"""Threads of unary calls, and so the most unary requests that are read at once. One lock guards the cache, so more
+would only queue."""
+SPARE_STREAM_THREADS: Final = 8
+"""Threads of streams beyond those with a place: for reflection, and to turn the surplus away."""
+PROBE_THREADS: Final = 2
+"""Threads of health checks, which anybody may make."""
+MAX_REQUEST_BYTES_IN_FLIGHT: Final = 16 << 20
+"""Large requests that are read and not answered, all together; one beyond is dropped and answered OVERLOADED."""
+LARGE_REQUEST_BYTES: Final = 64 << 10
+"""Smaller requests are not counted: threads bound their number."""
 MAX_CONNECTIONS: Final = 2048
 """Connections at a time by default; more are closed as soon as they are made. Each takes 12 to 20 KiB of memory."""
 RESERVED_FILES: Final = 512

@@ -21,7 +21,7 @@ from radixpool.rpc.directory.errors import DirectoryNoSpace
 
 DOMAIN: Final = "radixpool"
 RETRY_AFTER_MS: Final = 50
-"""What a client should wait before it asks again for blocks that others may release."""
+"""What a client should wait before it asks again for what others may give back: blocks, or bytes of requests."""
 
 Metadata = Mapping[str, str]
 _Code = grpc.StatusCode
@@ -135,6 +135,7 @@ TABLE: Final = (
     WireError(rpc_errors.PoolUnavailable, _Code.FAILED_PRECONDITION, "POOL_UNAVAILABLE"),
     WireError(rpc_errors.Draining, _Code.UNAVAILABLE, "DRAINING"),
     WireError(rpc_errors.Recovering, _Code.UNAVAILABLE, "RECOVERING"),
+    WireError(rpc_errors.Overloaded, _Code.RESOURCE_EXHAUSTED, "OVERLOADED"),
     WireError(rpc_errors.SequenceLost, _Code.UNAVAILABLE, "SEQUENCE_LOST"),
     WireError(rpc_errors.ManagerUnavailable, _Code.UNAVAILABLE, "UNAVAILABLE"),
     WireError(DirectoryNoSpace, _Code.RESOURCE_EXHAUSTED, "NO_SPACE"),
@@ -171,11 +172,17 @@ def status_from_error(error: Exception) -> status_pb2.Status:
         return _status(_Code.INTERNAL, "internal error; the manager's log has the details", "INTERNAL", {})
     values = ((field, getattr(error, field)) for field in row.fields)
     status = _status(row.code, str(error), row.reason, {k: str(v) for k, v in values if v is not None})
-    if isinstance(error, radix_errors.PoolExhausted) and not error.permanent:
+    if _may_pass_soon(error):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(RETRY_AFTER_MS)
         status.details.add().Pack(retry)
     return status
+
+
+def _may_pass_soon(error: Exception) -> bool:
+    if isinstance(error, radix_errors.PoolExhausted):
+        return not error.permanent
+    return isinstance(error, rpc_errors.Overloaded)
 
 
 def error_from_status(status: status_pb2.Status) -> Exception:

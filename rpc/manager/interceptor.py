@@ -15,12 +15,16 @@ from google.protobuf import empty_pb2
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
+from radixpool.rpc import limits
+from radixpool.rpc.errors import Overloaded
 from radixpool.rpc.interception import Behavior, Continuation, Handler, behavior_of, with_behavior
 from radixpool.rpc.status import row_of, status_from_error
 
 _LOG = logging.getLogger(__name__)
 MALFORMED: Final = empty_pb2.Empty()
 """Stands for a request that could not be read. A message without fields, so that other interceptors can look at it."""
+OVERLOADED: Final = empty_pb2.Empty()
+"""Stands for a request that was not read, because too much else is under way."""
 
 
 class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
@@ -79,6 +83,9 @@ def _check_stream(behavior: Behavior) -> Behavior:
 def _checked(request: Any) -> Any:
     if request is MALFORMED:
         raise ValueError("the request's bytes are not a message of its type")
+    if request is OVERLOADED:
+        limit = limits.MAX_REQUEST_BYTES_IN_FLIGHT
+        raise Overloaded(f"requests in flight: the limit is {limit} bytes of all together, try again")
     return request
 
 
@@ -110,5 +117,7 @@ def abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
         # Class and places only: the message could hold what the request held.
         trace = "".join(traceback.format_tb(error.__traceback__))
         _LOG.error("a handler failed: %s\n%s", type(error).__name__, trace)
+    # The error may be kept as the reply to this request: the frames of its traceback would keep the request as well.
+    error.__traceback__ = None
     context.abort_with_status(rpc_status.to_status(status_from_error(error)))
     raise AssertionError("abort_with_status returned")

@@ -1,4 +1,4 @@
-"""The manager as a process: one gRPC server with a bounded thread pool over one engine, and the lease sweeper.
+"""The manager as a process: one gRPC server with bounded thread pools over one engine, and the lease sweeper.
 
 Why a sync server with one lock: see docs/service.md, which has the measurements.
 """
@@ -19,6 +19,7 @@ from radixpool.rpc import limits
 from radixpool.rpc.address import parse_address
 from radixpool.rpc.failpoints import VARIABLE, armed_steps, failpoint
 from radixpool.rpc.manager.admin_service import AdminService
+from radixpool.rpc.manager.admission import AdmissionInterceptor
 from radixpool.rpc.manager.cache_service import CacheService
 from radixpool.rpc.manager.engine import Engine
 from radixpool.rpc.manager.interceptor import ErrorInterceptor
@@ -44,8 +45,6 @@ MAX_SWEEP_INTERVAL_S: Final = 0.5
 SWEEP_PAUSE_S: Final = 0.001
 """Between two slices of one sweep, so that waiting calls get the lock."""
 
-_NUM_THREADS: Final = limits.UNARY_THREADS + limits.MAX_SESSIONS + limits.MAX_SUBSCRIBERS
-
 _SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
@@ -54,6 +53,8 @@ _SERVER_OPTIONS: Final = (
     ("grpc.max_concurrent_streams", limits.MAX_CONCURRENT_RPCS),
     ("grpc.server_handshake_timeout_ms", limits.HANDSHAKE_TIMEOUT_MS),
     ("grpc.max_connection_idle_ms", limits.IDLE_CONNECTION_MS),
+    # Else gRPC takes in megabytes of a request that no thread waits for, to keep a fast line busy that we do not have.
+    ("grpc.http2.bdp_probe", 0),
     # Clients ping every 10 s to notice a dead manager; without this they would be cut off for it.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -89,10 +90,11 @@ class ManagerServer:
         self._credentials = credentials
         self._listener = Listener(options.listen)
         self._health = health.HealthServicer(experimental_non_blocking=True)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="rpc")
+        self._threads = ThreadPoolExecutor(limits.UNARY_THREADS, thread_name_prefix="rpc")
+        self.admission = AdmissionInterceptor()
         self._server = grpc.server(
             self._threads,
-            interceptors=[*interceptors, ErrorInterceptor()],
+            interceptors=[self.admission, *interceptors, ErrorInterceptor()],
             options=(*_SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", options.max_connections)),
             maximum_concurrent_rpcs=limits.MAX_CONCURRENT_RPCS,
         )
@@ -137,6 +139,7 @@ class ManagerServer:
         self._stopping.set()
         self._sweeper.join()
         self._threads.shutdown(wait=True)
+        self.admission.close()
         _STOPPED()
         self._listener.close()
         self.engine.close()

@@ -116,23 +116,34 @@ def test_the_memory_of_connections_is_bounded(serve, socket_dir, first):
             caller.close()
 
 
-def test_the_memory_of_many_oversize_messages_is_bounded(serve, socket_dir):
+MATCH = "/radixpool.v1.CacheService/Match"
+LARGEST = cache_pb2.MatchRequest(tokens=bytes(limits.MAX_MESSAGE_BYTES - 64)).SerializeToString()
+ENDS_OF_TOO_MUCH = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+
+
+@pytest.mark.parametrize(
+    ("payload", "at_once", "ends"),
+    [
+        (bytes(64 << 20), 8, ENDS_OF_TOO_MUCH),
+        (LARGEST, 16, {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}),
+    ],
+    ids=["oversize", "largest"],
+)
+def test_the_memory_of_many_large_messages_is_bounded(serve, socket_dir, payload, at_once, ends):
     manager = serve("--listen", f"unix:{socket_dir}/m.sock", "--num-blocks", "64", "--log-level", "error")
-    payload = bytes(64 << 20)
 
     def send(_number: int) -> grpc.StatusCode:
         with grpc.insecure_channel(manager.address, options=[("grpc.max_send_message_length", -1)]) as channel:
             try:
-                channel.unary_unary("/radixpool.v1.CacheService/Match")(payload, timeout=60)
+                channel.unary_unary(MATCH)(payload, timeout=60)
             except grpc.RpcError as error:
                 return error.code()
         return grpc.StatusCode.OK
 
-    with Client(manager.address) as client, ThreadPoolExecutor(8) as threads:
+    with Client(manager.address) as client, ThreadPoolExecutor(at_once) as threads:
         client.acquire([1, 2, 3])
         before = resident_bytes(manager.process.pid)
-        codes = set(threads.map(send, range(24)))
-        assert codes <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+        assert set(threads.map(send, range(3 * at_once))) <= ends
         assert resident_bytes(manager.process.pid) - before < ALLOWED_GROWTH_BYTES
         assert client.check().violations == ()
 

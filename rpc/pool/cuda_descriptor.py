@@ -63,9 +63,9 @@ def create(device: CudaDevice, size_bytes: int) -> int:
         )
     try:
         pointer = map_descriptor(device, descriptor.value, size)
-        with device.current():
+        with ExitStack() as stack, device.current():
+            stack.callback(unmap, device, pointer, size)
             device.call("cuMemsetD8_v2", ctypes.c_uint64(pointer), ctypes.c_ubyte(0), ctypes.c_size_t(size))
-        unmap(device, pointer, size)
     except BaseException:
         os.close(descriptor.value)
         raise

@@ -83,7 +83,8 @@ class PoolHolder:
     """Own one allocation of `pool_bytes(spec)` on `device` and serve it to workers of this user until closed.
 
     `pool_id` is new for every allocation, so that cached metadata never outlives the bytes that it describes. The
-    memory is freed when the holder has closed *and* no worker maps it any more, but see `IpcMemory`. Raises `PoolMemoryError` when memory is short, `CudaUnavailable` without such a GPU.
+    memory is freed when the holder has closed *and* no worker maps it any more, but see `IpcMemory`. Raises
+    `PoolMemoryError` when memory is short, `CudaUnavailable` without such a GPU.
     """
 
     def __init__(self, spec: PoolSpec, *, socket_address: str | None = None, device: Device = CPU) -> None:

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from radixpool.kernels import AttentionSpec, ForestPlan, plan_forest
 from radixpool.kernels.spec import Backend
+from radixpool.rpc.errors import PoolMismatch
 from radixpool.rpc.generation import SamplingParams
 from radixpool.rpc.pool.device import Device
 from radixpool.rpc.pool.geometry import require_equal
@@ -46,6 +47,7 @@ from radixpool.rpc.worker.step_tensors import (
 
 log = logging.getLogger(__name__)
 
+_INTERPRETED = ("triton", "cpu")
 _ROW_CANDIDATES = (1, 2, 4, 8, 16, 32)
 _PROBE_ROWS = 64
 _SHOWN_KEYS = 3
@@ -92,6 +94,12 @@ class ModelRunner:
             device=self._device,
             backend=self._backend,
         )
+        kernels = (self._attention.backend, self._device.type)
+        if kernels == _INTERPRETED and self._attention.kv_dtype is torch.float8_e4m3fn:
+            raise PoolMismatch(
+                "dtype: Triton's interpreter rounds to fp8 wrongly (it loses the carry into the exponent); "
+                "use --attention torch on the CPU"
+            )
         self._graphs = None  # the former ones read and write the former pool
         if self._graphed_rows:
             self.capture_graphs(self._graphed_rows)

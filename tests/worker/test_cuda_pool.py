@@ -1,5 +1,7 @@
 """The pool on a GPU, up to the driver's door: what is asked of libcuda, and what is said when it refuses.
 
+Memory is shared by descriptor where the driver can, else by CUDA IPC; the played driver can if `by_descriptor`.
+
 The driver is played by a table of its functions, so that every refusal can be had on a machine without a GPU. That
 memory is really shared is tested on one, in test_on_gpu.py.
 """
@@ -8,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,11 +22,21 @@ from radixpool.rpc.errors import PoolMismatch
 from radixpool.rpc.pool import cuda
 from radixpool.rpc.pool.attach import attach
 from radixpool.rpc.pool.cuda import CudaDevice, CudaUnavailable, HandleRefused, shared_bytes
+from radixpool.rpc.pool.cuda_descriptor import map_descriptor, unmap
 from radixpool.rpc.pool.device import CPU, Device
 from radixpool.rpc.pool.geometry import pool_bytes
 from radixpool.rpc.pool.holder import PoolHolder
 from radixpool.rpc.pool.memory import PoolMemoryError
-from radixpool.rpc.pool_types import CudaIpcAllocation, CudaIpcAttachment, KvDtype, Pool, PoolLayout, PoolSpec
+from radixpool.rpc.pool.sockets import DescriptorRefused, receive_descriptor
+from radixpool.rpc.pool_types import (
+    CudaFdAttachment,
+    CudaIpcAllocation,
+    CudaIpcAttachment,
+    KvDtype,
+    Pool,
+    PoolLayout,
+    PoolSpec,
+)
 
 GPU = Device(0)
 UUID = bytes(range(16))
@@ -34,11 +48,19 @@ SPEC = PoolSpec(
 )  # fmt: skip
 
 
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 class Driver:
     """The functions of libcuda that the pool calls. `refusing` maps a function to the code that it returns."""
 
-    def __init__(self, *, gpus=1, free=1 << 30, mapped_bytes=1 << 21, **refusing):
+    def __init__(self, *, gpus=1, free=1 << 30, mapped_bytes=1 << 21, by_descriptor=False, **refusing):
         self.gpus = gpus
+        self.by_descriptor = by_descriptor
+        self.handles = {}
+        self.mapped = {}
+        self.reserved = {}
         self.memory = free
         self.mapped_bytes = mapped_bytes
         self.refusing = refusing
@@ -58,7 +80,12 @@ class Driver:
         return function
 
     def do_cuGetErrorName(self, code, name):
-        known = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 100: b"CUDA_ERROR_NO_DEVICE", 201: b"CUDA_ERROR_INVALID_CONTEXT"}
+        known = {
+            1: b"CUDA_ERROR_INVALID_VALUE",
+            2: b"CUDA_ERROR_OUT_OF_MEMORY",
+            100: b"CUDA_ERROR_NO_DEVICE",
+            201: b"CUDA_ERROR_INVALID_CONTEXT",
+        }
         name._obj.value = known.get(code.value)
         return int(code.value not in known)
 
@@ -86,6 +113,49 @@ class Driver:
 
     def do_cuMemGetAddressRange_v2(self, base, size, pointer):
         base._obj.value, size._obj.value = BASE, self.mapped_bytes
+
+    def do_cuDeviceGetAttribute(self, value, attribute, device):
+        assert attribute.value in (102, 103)
+        value._obj.value = int(self.by_descriptor)
+
+    def do_cuMemCreate(self, handle, size, kind, flags):
+        made = kind._obj
+        assert (made.type, made.handle_types, made.location.type, made.location.id) == (1, 1, 1, 0)
+        assert size.value % (2 << 20) == 0
+        handle._obj.value = 900 + len(self.calls)
+        self.handles[handle._obj.value] = size.value
+
+    def do_cuMemExportToShareableHandle(self, descriptor, handle, kind, flags):
+        assert self.handles[handle.value]
+        descriptor._obj.value = os.memfd_create("played", 0)
+        os.ftruncate(descriptor._obj.value, self.handles[handle.value])
+
+    def do_cuMemImportFromShareableHandle(self, handle, descriptor, kind):
+        handle._obj.value = 900 + len(self.calls)
+        self.handles[handle._obj.value] = os.fstat(descriptor.value).st_size
+
+    def do_cuMemRelease(self, handle):
+        del self.handles[handle.value]
+
+    def do_cuMemAddressReserve(self, pointer, size, *_):
+        pointer._obj.value = BASE
+        self.reserved[BASE] = size.value
+
+    def do_cuMemAddressFree(self, pointer, size):
+        assert self.reserved.pop(pointer.value) == size.value
+        assert not self.mapped
+
+    def do_cuMemMap(self, pointer, size, offset, handle, flags):
+        if size.value > self.handles[handle.value]:
+            return 1
+        self.mapped[pointer.value] = size.value
+        return 0
+
+    def do_cuMemUnmap(self, pointer, size):
+        assert self.mapped.pop(pointer.value) == size.value
+
+    def do_cuMemsetD8_v2(self, pointer, value, size):
+        assert not self.by_descriptor or self.mapped[pointer.value] == size.value
 
     def do_cuCtxPushCurrent_v2(self, context):
         self.contexts += 1
@@ -131,15 +201,72 @@ def test_the_element_type_follows_the_device_unless_it_is_given(given, device, d
     assert pool_dtype(given, device) is dtype
 
 
-def test_the_holder_offers_a_handle_of_64_bytes_and_gives_the_memory_back(use_driver):
+def test_memory_is_offered_as_a_descriptor_and_outlives_its_holder(use_driver):
+    """What remains of the holder's memory when it has closed is the descriptor of whoever has taken one."""
+    driver = use_driver(Driver(by_descriptor=True))
+    size = shared_bytes(pool_bytes(SPEC))
+    with PoolHolder(SPEC, device=GPU) as holder:
+        described = holder.describe()
+        assert described.attachment == CudaFdAttachment(UUID, described.attachment.socket_path, size)
+        assert "cuMemsetD8_v2" in driver.calls  # nobody reads what was there before
+        descriptor = receive_descriptor(described.attachment.socket_path, tag=described.pool_id)
+    assert os.fstat(descriptor).st_size == size
+    pointer = map_descriptor(CudaDevice(0), descriptor, pool_bytes(SPEC))
+    os.close(descriptor)
+    assert driver.mapped == {pointer: size}
+    unmap(CudaDevice(0), pointer, pool_bytes(SPEC))
+    assert driver.handles == driver.mapped == driver.reserved == {}
+    assert "cuMemFree_v2" not in driver.calls
+    assert driver.contexts == 0
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemsetD8_v2"],
+)
+def test_memory_that_cannot_be_shared_leaves_nothing_behind(use_driver, step):
+    driver = use_driver(Driver(by_descriptor=True, **{step: 2}))
+    before = open_files()
+    with pytest.raises(PoolMemoryError, match=f"cuda:0: {step} failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        PoolHolder(SPEC, device=GPU)
+    assert driver.handles == driver.mapped == driver.reserved == {}
+    assert open_files() == before
+    assert driver.contexts == 0
+
+
+def test_a_descriptor_of_less_memory_is_not_mapped(use_driver):
+    driver = use_driver(Driver(by_descriptor=True))
+    descriptor = os.memfd_create("small")
+    try:
+        with pytest.raises(PoolMemoryError, match="cuMemMap failed: CUDA_ERROR_INVALID_VALUE"):
+            map_descriptor(CudaDevice(0), descriptor, 1)
+    finally:
+        os.close(descriptor)
+    assert driver.handles == driver.mapped == driver.reserved == {}
+
+
+def test_a_descriptor_is_asked_for_only_by_the_right_gpu(use_driver):
+    driver = use_driver(Driver(by_descriptor=True))
+    with PoolHolder(SPEC, device=GPU) as holder:
+        described = holder.describe()
+        moved = dataclasses.replace(described.attachment, device_uuid=b"\xab" * 16)
+        with pytest.raises(PoolMismatch, match=f"the pool lies on GPU-{'ab' * 16}"):
+            attach(dataclasses.replace(described, attachment=moved), expected=SPEC, device=GPU)
+        with pytest.raises(PoolMismatch, match="the pool lies in the memory of a GPU, this worker runs on cpu"):
+            attach(described, expected=SPEC)
+    assert driver.calls.count("cuMemImportFromShareableHandle") == 1  # the holder's own, to fill it with zeros
+    with pytest.raises(DescriptorRefused):
+        attach(described, expected=SPEC, device=GPU)
+
+
+def test_by_cuda_ipc_the_holder_offers_a_handle_of_64_bytes(use_driver):
     driver = use_driver(Driver())
     with PoolHolder(SPEC, device=GPU) as holder:
         size = shared_bytes(pool_bytes(SPEC))
         assert holder.describe().attachment == CudaIpcAttachment(UUID, (CudaIpcAllocation(HANDLE, size),))
         assert driver.memory == (1 << 30) - size
         assert "cuMemsetD8_v2" in driver.calls  # nobody reads what was there before
-        assert "cuMemFree_v2" not in driver.calls
-    assert driver.calls.count("cuMemFree_v2") == 1
+    assert "cuMemFree_v2" not in driver.calls, "workers may map it still: the end of the process frees it"
     assert driver.contexts == 0, "a context is still current that was not before"
 
 

@@ -62,8 +62,9 @@ def reference(tiny_model):
 class System:
     """An engine with the real model and a cache of this process."""
 
-    def __init__(self, source, model, *, num_blocks=128, dtype=KvDtype.FLOAT32, **limits):
-        spec = pool_spec_for(source, num_blocks=num_blocks, block_size=8, dtype=dtype)
+    def __init__(self, source, model, *, num_blocks=128, dtype=KvDtype.FLOAT32, scales=(1.0, 1.0), **limits):
+        scaling = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+        spec = pool_spec_for(source, num_blocks=num_blocks, block_size=8, dtype=dtype, **scaling)
         self.cache = RadixCache(num_blocks=num_blocks, block_size=8)
         self.runner = ModelRunner(model, private_pool(spec))
         sizes = {"context_tokens": source.context_tokens, "vocab_size": source.vocab_size} | limits
@@ -162,6 +163,35 @@ def test_a_half_precision_pool_works_and_is_close(source, model, reference, answ
     assert all(len(answer.tokens) == NEW_TOKENS for answer in answers)
     agreeing = sum(answer.tokens[0] == reference(prompt)[0] for answer, prompt in zip(answers, prompts, strict=True))
     assert agreeing >= 2
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.125, 0.01)])
+def test_over_an_fp8_pool_sharing_changes_nothing(source, model, reference, answer_of, scales):
+    """K and V are rounded as they are written, also for the request that computed them; the model stays float32."""
+    prompts = prompts_with_shared_prefixes(5, 12)
+    together = System(source, model, dtype=KvDtype.FLOAT8_E4M3, scales=scales, token_budget=19)
+    first = [answer_of(call).tokens for call in together.run(prompts)]
+    again = [answer_of(call) for call in together.run(prompts)]
+    assert sum(answer.started.cached_tokens for answer in again) > 0
+    alone = [
+        answer_of(System(source, model, dtype=KvDtype.FLOAT8_E4M3, scales=scales).run([prompt])[0]).tokens
+        for prompt in prompts
+    ]
+    assert first == [answer.tokens for answer in again] == alone
+    agreeing = sum(tokens[0] == reference(prompt)[0] for tokens, prompt in zip(first, prompts, strict=True))
+    assert agreeing >= 6  # of 12; a token of chance would agree once in 290
+
+
+def test_an_fp8_pool_holds_what_was_divided_by_its_scales(source, model):
+    """The scales reach the write; that they reach the attention shows in the answers above."""
+    unit, scaled = (System(source, model, dtype=KvDtype.FLOAT8_E4M3, scales=scales) for scales in ((1, 1), (2, 4)))
+    for system in (unit, scaled):
+        system.run([list(range(3, 40))], sampling=SamplingParams(max_new_tokens=1))
+    pools = [(system.runner._pool.k[0], system.runner._pool.v[0]) for system in (unit, scaled)]
+    for whole, divided, scale in zip(*pools, (2, 4), strict=True):
+        stored = whole[:4].float()
+        assert torch.count_nonzero(stored) > stored.numel() * 0.9
+        torch.testing.assert_close(divided[:4].float() * scale, stored, rtol=0.13, atol=0.02)
 
 
 @pytest.mark.parametrize("done", [0, 1, 17])

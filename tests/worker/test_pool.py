@@ -106,7 +106,14 @@ def test_a_mapping_outlives_its_holder():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model", "other"), ("revision", "x"), ("num_layers", 3), ("head_dim", 4), ("dtype", KvDtype.FLOAT16), ("k_scale", 1.0)],
+    [
+        ("model", "other"),
+        ("revision", "x"),
+        ("num_layers", 3),
+        ("head_dim", 4),
+        ("dtype", KvDtype.FLOAT16),
+        ("k_scale", 1.0),
+    ],
 )
 def test_a_pool_that_does_not_fit_is_named_field_by_field(field, value):
     with PoolHolder(SPEC) as holder:

@@ -21,8 +21,9 @@ from radixpool.rpc.client import Client, WorkerClient
 from radixpool.rpc.demo.prompts import Turn
 from radixpool.rpc.demo.replay import Replay, Target
 from radixpool.rpc.demo.supervisor import ProcessFailed, Supervisor
-from radixpool.rpc.errors import ManagerUnavailable, SequenceLost
+from radixpool.rpc.errors import ManagerUnavailable, PoolMismatch, SequenceLost
 from radixpool.rpc.generation import GenerateTokens, SamplingParams
+from radixpool.rpc.pool_types import KvDtype
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("worker-processes")]
 
@@ -84,6 +85,25 @@ def test_our_triton_kernels_give_the_same_tokens_where_they_are_asked_for(system
     assert "on cpu, torch attention" in system.supervisor.log_of(system.workers[0].name)
     interpreted.popen.terminate()
     assert interpreted.popen.wait(20) == 0
+
+
+def test_an_fp8_pool_is_one_option(tiny_model, process_system):
+    with Supervisor(parent_dir=Path("/tmp")) as supervisor:
+        options = ("--kv-dtype", "fp8_e4m3", "--k-scale", "0.5")
+        house = process_system(supervisor, tiny_model, pool_options=options)
+        spec = house.client.get_pool().spec
+        assert (spec.dtype, spec.k_scale, spec.v_scale) == (KvDtype.FLOAT8_E4M3, 0.5, 1.0)
+        assert "fp8_e4m3, 0.00 GiB on cpu" in supervisor.log_of(house.pool.name)
+        prompt = random_tokens(100, seed=5)
+        first, second = (house.generate(worker, prompt) for worker in house.workers)
+        alone = house.generate(house.workers[1], prompt, namespace=Namespace(cache_salt=next(SALTS)))
+        assert [answer.cached for answer in (first, second, alone)] == [0, 96, 0]
+        assert first.tokens == second.tokens == alone.tokens
+        with pytest.raises(PoolMismatch, match=r"k_scale: the pool has 0\.5, the worker needs 1\.0"):
+            house.client.attach_pool(replace(spec, k_scale=1.0))
+        with pytest.raises(ProcessFailed, match="dtype: Triton's interpreter rounds to fp8 wrongly"):
+            house.start_workers(1, "--attention", "triton")
+        house.client.close()
 
 
 def test_requests_beyond_the_pool_wait_and_all_end_well(system):

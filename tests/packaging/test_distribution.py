@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -117,6 +118,20 @@ for command in ("serve", "pool", "worker", "demo", "stats", "inspect", "check"):
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_dependencies_are_as_new_as_the_generated_code_asks_for() -> None:
+    """It refuses to be imported with an older grpcio or protobuf than it was generated for."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = {re.match(r"[\w-]+", line)[0]: line for line in project["dependencies"]}
+    folder = REPO / "src" / "radixpool" / "v1"
+    stub = (folder / "cache_pb2_grpc.py").read_text(encoding="utf-8")
+    (grpc,) = re.findall(r"GRPC_GENERATED_VERSION = '([\d.]+)'", stub)
+    message = (folder / "cache_pb2.py").read_text(encoding="utf-8")
+    ((major, minor, patch),) = re.findall(r"PUBLIC,\s+(\d+),\s+(\d+),\s+(\d+),", message)
+    assert required["protobuf"] == f"protobuf>={major}.{minor}.{patch}"
+    for name in ("grpcio", "grpcio-status", "grpcio-health-checking", "grpcio-reflection"):
+        assert required[name] == f"{name}>={grpc}"
 
 
 def test_version_is_the_same_everywhere(wheel: Path) -> None:

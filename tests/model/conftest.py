@@ -1,4 +1,4 @@
-"""Fixtures of the model tests: the oracle and the driver are plain modules beside this file."""
+"""Fixtures of the model tests: the oracle, the driver and the walk are plain modules beside this file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 
 
 def _load(name: str) -> ModuleType:
-    full = f"radixpool_tests_model_{name}"
+    """Import a module or a package that lies beside this file."""
+    full, path = f"radixpool_tests_model_{name}", Path(__file__).parent / name
     if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / f"{name}.py")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        spec = importlib.util.spec_from_file_location(full, file)
         assert spec is not None and spec.loader is not None
         module = sys.modules[full] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
+
 import numpy as np
 import pytest
 
 from radixpool.radix import (
     CacheBusy,
+    MediaSpan,
     Namespace,
     NotCached,
     PendingPrefix,
@@ -18,6 +21,19 @@ from radixpool.radix import (
 )
 
 NAMESPACES = (Namespace(), Namespace(tenant="t"), Namespace(cache_salt="t"))
+
+
+def under(tokens: Tokens[int], media: Tokens[MediaSpan], first: int = 0) -> list[object]:
+    """Return tokens `first` on as the oracle knows them: one under media is itself with its place in the content."""
+    named: list[object] = list(tokens)
+    for start, length, digest in media:
+        for i in range(start - first, start - first + length):
+            named[i] = (tokens[i], digest, i - start + first, length)
+    return named
+
+
+def placeholder(token: object) -> object:
+    return token[0] if isinstance(token, tuple) else token
 
 
 class Driver:
@@ -57,14 +73,15 @@ class Driver:
         for handle, seq in self.oracle.sequences.items():
             real = self.cache.sequence(handle)
             assert real.block_table.tolist() == seq.table
-            assert real.tokens.tolist() == seq.tokens
+            assert real.tokens.tolist() == [placeholder(token) for token in seq.tokens]
             assert real.committed_tokens == seq.committed
             assert real.cached_tokens == seq.cached
             assert real.invalid_from == seq.invalid_from
 
-    def match(self, tokens: list[int], namespace: Namespace) -> None:
-        found = self.cache.match(tokens, namespace=namespace)
-        assert found.blocks.tolist() == [entry.block for entry in self.oracle.find(tokens, namespace)]
+    def match(self, tokens: list[int], namespace: Namespace, media: Tokens[MediaSpan] = ()) -> None:
+        found = self.cache.match(tokens, namespace=namespace, media=media)
+        expected = self.oracle.find(under(tokens, media), namespace)
+        assert found.blocks.tolist() == [entry.block for entry in expected]
         assert found.tokens == len(found.blocks) * self.oracle.block_size
 
     def acquire(
@@ -75,10 +92,12 @@ class Driver:
         max_hit: int | None,
         partial: bool = False,
         in_flight: str = "ignore",
+        media: Tokens[MediaSpan] = (),
     ) -> None:
         oracle = self.oracle
-        options = {"reserve": reserve, "max_hit": max_hit, "partial": partial, "in_flight": in_flight}
+        options = {"reserve": reserve, "max_hit": max_hit, "partial": partial, "in_flight": in_flight, "media": media}
         packed = np.array(tokens, dtype=np.uint32)
+        tokens = under(tokens, media)
         path, needed, (common, sources) = oracle.acquire(tokens, namespace, reserve, max_hit, partial)
         limit = len(tokens) - 1 if max_hit is None else min(max_hit, len(tokens))
         producers = oracle.producers(tokens, path, namespace, limit) if in_flight != "ignore" else {}
@@ -129,15 +148,18 @@ class Driver:
         assert after.refused_requests == before.refused_requests + 1
         assert after.num_nodes == before.num_nodes
 
-    def extend(self, handle: int, tokens: list[int]) -> None:
-        self.grow(handle, tokens, len(tokens))
+    def extend(self, handle: int, tokens: list[int], media: Tokens[MediaSpan] = ()) -> None:
+        """Extend a sequence; `media` count from the first new token."""
+        seq = self.cache.sequence(handle)
+        known = seq.num_tokens
+        media = [span._replace(start=known + span.start) for span in media]
+        self.grow(handle, under(tokens, media, known), len(tokens), lambda: self.cache.extend(seq, tokens, media=media))
 
     def reserve(self, handle: int, count: int) -> None:
-        self.grow(handle, [], count)
+        self.grow(handle, [], count, lambda: self.cache.reserve(self.cache.sequence(handle), count))
 
-    def grow(self, handle: int, tokens: list[int], count: int) -> None:
+    def grow(self, handle: int, tokens: list[object], count: int, call) -> None:
         seq = self.cache.sequence(handle)
-        call = (lambda: self.cache.extend(seq, tokens)) if tokens else (lambda: self.cache.reserve(seq, count))
         known = self.oracle.sequences[handle]
         try:
             self.oracle.grow(handle, len(known.tokens) + count)
@@ -215,17 +237,17 @@ class Driver:
         assert (result.removed_blocks, list(result.holders)) == (removed, holders)
         assert result.freed_blocks == len(self.oracle.free) - free
 
-    def pin(self, tokens: list[int], namespace: Namespace) -> None:
-        path = self.oracle.find(tokens, namespace)
+    def pin(self, tokens: list[int], namespace: Namespace, media: Tokens[MediaSpan] = ()) -> None:
+        path = self.oracle.find(under(tokens, media), namespace)
         if not path:
             with pytest.raises(NotCached):
-                self.cache.pin(tokens, namespace=namespace)
+                self.cache.pin(tokens, namespace=namespace, media=media)
             return
         if len(self.oracle.pinned() | set(path)) > self.oracle.num_blocks // 2:
             with pytest.raises(PinBudgetExceeded):
-                self.cache.pin(tokens, namespace=namespace)
+                self.cache.pin(tokens, namespace=namespace, media=media)
             return
-        info = self.cache.pin(tokens, namespace=namespace)
+        info = self.cache.pin(tokens, namespace=namespace, media=media)
         assert info.num_blocks == len(path)
         self.oracle.pin(info.pin_id, path, namespace)
 

@@ -12,12 +12,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from radixpool.radix import Namespace
+from radixpool.radix import MediaSpan, Namespace
 
 STEPS = int(os.environ.get("STEPS", "6000"))
 NAMESPACES = st.sampled_from((Namespace(), Namespace(tenant="t"), Namespace(cache_salt="t")))
-TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 WORKERS = st.sampled_from(("w0", "w1"))
+
+
+@st.composite
+def prompts(draw, most: int = 12) -> tuple[list[int], list[MediaSpan]]:
+    """Draw tokens and up to two contents that some of them stand for."""
+    tokens = draw(st.lists(st.integers(0, 2), min_size=1, max_size=most))
+    ends = sorted(draw(st.sets(st.integers(0, len(tokens)), max_size=4)))
+    digests = st.sampled_from((b"cat", b"dog"))
+    return tokens, [MediaSpan(a, b - a, draw(digests)) for a, b in zip(ends[::2], ends[1::2], strict=False)]
 
 
 def machine_class(make_driver) -> type[RuleBasedStateMachine]:
@@ -35,24 +43,26 @@ def machine_class(make_driver) -> type[RuleBasedStateMachine]:
             return bool(self.driver.handles)
 
         @rule(
-            tokens=TOKENS,
+            prompt=prompts(),
             namespace=NAMESPACES,
             reserve=st.integers(0, 4),
             max_hit=st.none() | st.integers(0, 14),
             partial=st.booleans(),
             in_flight=st.sampled_from(("ignore", "report", "wait")),
         )
-        def acquire(self, tokens, namespace, reserve, max_hit, partial, in_flight) -> None:
-            self.driver.acquire(tokens, namespace, reserve, max_hit, partial, in_flight)
+        def acquire(self, prompt, namespace, reserve, max_hit, partial, in_flight) -> None:
+            tokens, media = prompt
+            self.driver.acquire(tokens, namespace, reserve, max_hit, partial, in_flight, media)
 
-        @rule(tokens=TOKENS, namespace=NAMESPACES)
-        def match(self, tokens, namespace) -> None:
-            self.driver.match(tokens, namespace)
+        @rule(prompt=prompts(), namespace=NAMESPACES)
+        def match(self, prompt, namespace) -> None:
+            tokens, media = prompt
+            self.driver.match(tokens, namespace, media)
 
         @precondition(live)
-        @rule(data=st.data(), tokens=TOKENS)
-        def extend(self, data, tokens) -> None:
-            self.driver.extend(self.pick(data), tokens)
+        @rule(data=st.data(), prompt=prompts())
+        def extend(self, data, prompt) -> None:
+            self.driver.extend(self.pick(data), *prompt)
 
         @precondition(live)
         @rule(data=st.data(), count=st.integers(0, 6))
@@ -88,9 +98,10 @@ def machine_class(make_driver) -> type[RuleBasedStateMachine]:
         def invalidate(self, data, index) -> None:
             self.driver.invalidate(self.pick(data), index)
 
-        @rule(tokens=TOKENS, namespace=NAMESPACES)
-        def pin(self, tokens, namespace) -> None:
-            self.driver.pin(tokens, namespace)
+        @rule(prompt=prompts(), namespace=NAMESPACES)
+        def pin(self, prompt, namespace) -> None:
+            tokens, media = prompt
+            self.driver.pin(tokens, namespace, media)
 
         @precondition(lambda self: self.driver.oracle.pins)
         @rule(data=st.data())

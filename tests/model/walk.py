@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import random
 
-from radixpool.radix import Namespace
+from radixpool.radix import MediaSpan, Namespace
 
 NAMESPACES = (Namespace(), Namespace(), Namespace(tenant="t"))
 
 
 def _tokens(rng: random.Random, most: int = 12) -> list[int]:
     return [rng.randrange(2) for _ in range(rng.randint(1, most))]
+
+
+def _media(rng: random.Random, tokens: list[int]) -> list[MediaSpan]:
+    """Put up to two contents under the tokens, mostly none."""
+    spans, at = [], 0
+    while rng.random() < 0.35 and at < len(tokens):  # near each other's places, so that prompts almost agree
+        start = min(at + rng.randrange(3), len(tokens) - 1)
+        length = rng.randint(1, min(3, len(tokens) - start))
+        spans.append(MediaSpan(start, length, rng.choice((b"cat", b"cat", b"dog"))))
+        at = start + length
+    return spans
 
 
 def _steps(rng: random.Random, driver) -> dict[str, int]:
@@ -22,7 +33,8 @@ def _acquire(rng: random.Random, driver) -> None:
     max_hit = rng.choice((None, None, None, rng.randrange(14)))
     in_flight = rng.choice(("ignore", "ignore", "report", "wait"))
     reserve = rng.choice((0, 0, 0, 1, 4))
-    driver.acquire(_tokens(rng), rng.choice(NAMESPACES), reserve, max_hit, rng.random() < 0.3, in_flight)
+    tokens, partial = _tokens(rng), rng.random() < 0.3
+    driver.acquire(tokens, rng.choice(NAMESPACES), reserve, max_hit, partial, in_flight, _media(rng, tokens))
 
 
 def _on_sequence(rng: random.Random, driver) -> None:
@@ -31,7 +43,8 @@ def _on_sequence(rng: random.Random, driver) -> None:
     known = len(seq.tokens)
     choice = rng.random()
     if choice < 0.15:
-        driver.extend(handle, _tokens(rng, 4))
+        tokens = _tokens(rng, 4)
+        driver.extend(handle, tokens, _media(rng, tokens))
     elif choice < 0.22:
         driver.reserve(handle, rng.randrange(6))
     elif choice < 0.55:
@@ -49,11 +62,13 @@ def _on_sequence(rng: random.Random, driver) -> None:
 def _on_pool(rng: random.Random, driver) -> None:
     choice, workers, pins = rng.random(), list(driver.oracle.workers), list(driver.oracle.pins)
     if choice < 0.25:
-        driver.match(_tokens(rng), rng.choice(NAMESPACES))
+        tokens = _tokens(rng)
+        driver.match(tokens, rng.choice(NAMESPACES), _media(rng, tokens))
     elif choice < 0.4:
         driver.evict(rng.randrange(4))
     elif choice < 0.5:
-        driver.pin(_tokens(rng), rng.choice(NAMESPACES))
+        tokens = _tokens(rng)
+        driver.pin(tokens, rng.choice(NAMESPACES), _media(rng, tokens))
     elif choice < 0.62 and pins:
         driver.unpin(rng.choice(pins))
     elif choice < 0.68:

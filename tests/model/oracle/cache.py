@@ -6,66 +6,10 @@ block an allocation gets; those ids it takes from the real cache's answers and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-
-class Refused(Exception):
-    """The oracle's pool is exhausted."""
-
-    def __init__(self, needed: int, allocatable: int) -> None:
-        super().__init__(needed, allocatable)
-        self.needed, self.allocatable = needed, allocatable
-
-
-@dataclass(eq=False)
-class Entry:
-    """A committed block; a root has block -1. `dead` ones are not findable."""
-
-    block: int = -1
-    parent: Entry | None = None
-    tokens: tuple[int, ...] = ()
-    stamp: int = 0
-    dead: bool = False
-    children: dict[tuple[int, ...], Entry] = field(default_factory=dict)
-    namespace: object = None  # of a root
-
-    def path(self) -> list[Entry]:
-        above = [] if self.parent is None or self.parent.parent is None else self.parent.path()
-        return [*above, self]
-
-    def below(self) -> Iterator[Entry]:
-        for child in self.children.values():
-            yield child
-            yield from child.below()
-
-
-@dataclass
-class OracleSequence:
-    namespace: object
-    root: Entry
-    tokens: list[int]
-    path: list[Entry]
-    private: list[int]
-    committed: int
-    cached: int
-    source: Entry | None = None
-    invalid_from: int | None = None
-
-    @property
-    def table(self) -> list[int]:
-        return [entry.block for entry in self.path] + self.private
-
-    @property
-    def end(self) -> Entry:
-        return self.path[-1] if self.path else self.root
-
-
-@dataclass
-class Fence:
-    steps: dict[str, int]
-    private: list[int]
-    path: list[Entry]
+from .entries import Entry, Fence, OracleSequence, Refused, has_media
 
 
 @dataclass
@@ -136,9 +80,14 @@ class Oracle:
     def partial(self, tokens: list[int], namespace: object, path: list[Entry], limit: int) -> tuple[int, list[Entry]]:
         """Return the longest common beginning within the next block, and all blocks that have it."""
         node = path[-1] if path else self.roots.get(namespace)
-        wanted = tokens[len(path) * self.block_size : limit][: self.block_size]
+        start = len(path) * self.block_size
+        wanted = tokens[start : min(limit, start + self.block_size)]
         best: tuple[int, list[Entry]] = (0, [])
+        if has_media(tokens[start : start + self.block_size]):
+            return best  # nothing is copied of a block under media
         for child in node.children.values() if node else ():
+            if has_media(child.tokens):
+                continue
             common = 0
             while common < len(wanted) and child.tokens[common] == wanted[common]:
                 common += 1
@@ -291,7 +240,17 @@ class Oracle:
         self.retire(seq.private[keep:], steps, [])
         seq.private = seq.private[:keep]
         seq.tokens = seq.tokens[:to]
+        self.cut_content(seq)
         seq.committed = min(seq.committed, to)
+
+    def cut_content(self, seq: OracleSequence) -> None:
+        """Content whose last placeholders went is as long as what is left of it, in blocks not yet committed."""
+        size = len(seq.tokens)
+        first = len(seq.path) * self.block_size
+        for i, token in enumerate(seq.tokens[first:], first):
+            if isinstance(token, tuple):
+                placeholder, digest, offset, length = token
+                seq.tokens[i] = (placeholder, digest, offset, min(length, size - i + offset))
 
     def fork(self, handle: int, n: int) -> int:
         """Return how many blocks each fork gets, after making room."""

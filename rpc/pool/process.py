@@ -89,13 +89,16 @@ class HolderProcess:
     def _reach(self, client: Client) -> ServiceInfo | None:
         """Wait for the manager and return what it says of itself; None when stopped meanwhile."""
         gone_at = time.monotonic() + self._options.connect_timeout_s
+        said = False
         while not self._stop.is_set():
             try:
                 return client.info()
             except ManagerUnavailable as error:
                 if time.monotonic() >= gone_at:
                     raise
-                log.debug("not connected yet: %s", error)
+                if not said:
+                    log.info("waiting up to %g s for the manager: %s", self._options.connect_timeout_s, error)
+                    said = True
             self._stop.wait(_CONNECT_INTERVAL_S)
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from radixpool.rpc.cli.options import address_option, usage_errors
 from radixpool.rpc.cli.running import announce, log_as, log_options, ready_fd_option, stop_on_signals
 from radixpool.rpc.pool.device import Device
 from radixpool.rpc.worker.model_source import DEFAULT_MODEL, find_model
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from radixpool.kernels.spec import Backend
@@ -100,6 +103,7 @@ def command(
     kernels: Backend = attention or ("triton" if device.is_cuda else "torch")
     if kernels == "triton" and not device.is_cuda:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    log.info("importing torch and transformers")
     _load_torch(threads)
     from radixpool.rpc.worker.process import WorkerOptions, check_options, run_worker
 

@@ -81,10 +81,10 @@ def run_worker(source: ModelSource, options: WorkerOptions, *, on_ready: Callabl
     require_device(options.device)
     link = ManagerLink(options.manager, source, name=options.name, stop=options.stop, device=options.device)
     try:
-        if not _connect(
-            link, options.stop, options.connect_timeout_s
-        ):  # before the weights: what does not fit shows at once
+        log.info("waiting for the manager at %s and its pool", options.manager)
+        if not _connect(link, options.stop, options.connect_timeout_s):  # before the weights: a misfit shows at once
             return
+        log.info("attached to pool %s; loading %s onto %s", link.pool_id.hex(), source.name, options.device)
         model = _load(source, options.device, link.pool)
         runner = ModelRunner(model, link.pool, backend=options.attention)
         if options.device.is_cuda:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from radixpool.rpc.bench import files, grid, readers, synth, tables
@@ -221,8 +222,9 @@ def _write(out: Path, results: list[grid.TraceResult], options: grid.GridOptions
         plots.save(plots.plot_over_time(results), out / "over_time.png")
         (out / "report.html").write_text(report.render_report(results, options))
     except ImportError as error:
-        errors.print(f"[yellow]no plots and no report:[/] {error}; pip install 'radixpool[bench]'")
-    errors.print(f"wrote {', '.join(sorted(path.name for path in out.iterdir()))} to {out}", highlight=False)
+        errors.print("[yellow]no plots and no report:[/]", escape(f"{error}; pip install 'radixpool[bench]'"))
+    written = ", ".join(sorted(path.name for path in out.iterdir()))
+    errors.print(f"wrote {written} to {out}", highlight=False, markup=False)
 
 
 @command.command(name="synth")

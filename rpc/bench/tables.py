@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from radixpool.rpc.bench.grid import TraceResult
@@ -17,14 +18,14 @@ def print_results(console: Console, results: list[TraceResult]) -> None:
         console.print(_hit_ratios(result))
         console.print(_details(result))
         for warning in result.warnings:
-            console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+            console.print("[yellow]warning:[/]", escape(warning), highlight=False)
         console.print()
 
 
 def _facts_line(result: TraceResult) -> str:
     facts = result.facts
     return (
-        f"[bold]{result.trace.name}[/]: {facts.num_requests:,} requests, {facts.num_refs:,} block references, "
+        f"[bold]{escape(result.trace.name)}[/]: {facts.num_requests:,} requests, {facts.num_refs:,} block references, "
         f"{facts.num_nodes:,} distinct blocks of {result.trace.block_size} tokens; largest request "
         f"{facts.largest_request_blocks:,}, live set {facts.live_set_blocks:,}, optimum's working set "
         f"{facts.opt_working_set_blocks:,} blocks"

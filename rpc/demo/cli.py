@@ -102,6 +102,6 @@ def command(
     print_report(result.report, console)
     if json_file is not None:
         json_file.write_text(json.dumps(as_data(result.report), indent=2) + "\n")
-        console.print(f"data written to {json_file}")
+        console.print(f"data written to {json_file}", markup=False)
     if result.report.failed or not result.report.as_promised:
         context.exit(EXIT_OPERATING_ERROR)

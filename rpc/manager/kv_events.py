@@ -48,15 +48,18 @@ class EngineEvents:
         return log
 
 
-def make_publisher(config: KvEventsConfig, engine: Engine, registry: CollectorRegistry) -> KvEventPublisher:
-    """Return a publisher, its endpoints bound but silent until it is started.
-
-    Raises ValueError when the packages that it needs are not installed, AddressInUse when an endpoint is taken.
-    """
+def require_packages() -> None:
+    """Raise ValueError when the packages that a publisher needs are not installed."""
     try:
-        from radixpool.rpc.kv_events.publisher import KvEventPublisher, PublisherOptions
+        import radixpool.rpc.kv_events.publisher  # noqa: F401
     except ImportError as error:
         raise ValueError(f"kv_events.endpoint needs {error.name}: pip install 'radixpool[events]'") from None
+
+
+def make_publisher(config: KvEventsConfig, engine: Engine, registry: CollectorRegistry) -> KvEventPublisher:
+    """Return a publisher, its endpoints bound but silent until it is started. Raises AddressInUse."""
+    from radixpool.rpc.kv_events.publisher import KvEventPublisher, PublisherOptions
+
     published = Counter("radixpool_kv_events", "KV events published, by type.", ("type",), registry=registry)
     resyncs = Counter(
         "radixpool_kv_events_resyncs",

@@ -17,7 +17,7 @@ from radixpool._version import __version__
 from radixpool.radix.stats import CacheStats
 from radixpool.rpc.address import UnixAddress, parse_address
 from radixpool.rpc.config import SecurityConfig, ServeConfig
-from radixpool.rpc.manager.kv_events import make_publisher
+from radixpool.rpc.manager.kv_events import make_publisher, require_packages
 from radixpool.rpc.manager.listen import room_for_connections
 from radixpool.rpc.manager.options import ManagerOptions
 from radixpool.rpc.manager.server import ManagerServer
@@ -38,6 +38,8 @@ class ManagerService:
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
+        if config.kv_events.endpoint:
+            require_packages()
         self._tls = _tls_files(config.security)
         self.registry = CollectorRegistry()
         metrics = RpcMetrics(self.registry)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -63,6 +65,18 @@ def test_results_are_written_in_every_form(chat, tmp_path):
     assert f"{lru['hit_ratio']:.4f}" in report
     assert "http://" not in report
     assert "https://" not in report
+
+
+def test_without_the_plotting_packages_it_says_what_to_install(chat, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "radixpool.rpc.bench.plots", raising=False)
+    trace, out = tmp_path / "mine [bench].jsonl", tmp_path / "out [bold]"
+    trace.write_bytes(Path(chat).read_bytes())
+    result = invoke("policies", str(trace), "-p", "lru", "-c", "500", "-o", str(out))
+    assert result.exit_code == 0, result.output
+    assert "pip install 'radixpool[bench]'" in " ".join(result.stderr.split())
+    assert f"wrote results.csv, results.json to {out}" in result.stderr.replace("\n", " ").replace("  ", " ")
+    assert "mine [bench]: 300 requests" in result.stdout, "what looks like markup is shown as it is"
 
 
 def test_json_goes_to_stdout_alone(chat):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,10 +14,20 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixpool.rpc.config import ConfigError, ServeConfig, config_flags, load_config, render_markdown, render_toml
+from radixpool.rpc.config import (
+    ConfigError,
+    KvEventsConfig,
+    ServeConfig,
+    ServerConfig,
+    config_flags,
+    load_config,
+    render_markdown,
+    render_toml,
+)
 from radixpool.rpc.config.checks import check_together
 from radixpool.rpc.config.load import MAX_FILE_BYTES, OPTIONS
 from radixpool.rpc.config.option import Option
+from radixpool.rpc.manager.launch import ManagerService
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -202,3 +213,16 @@ def test_the_example_file_is_the_default_configuration() -> None:
 
 def test_the_operations_guide_has_the_reference_of_all_options() -> None:
     assert render_markdown() in (ROOT / "docs" / "operations.md").read_text()
+
+
+def test_kv_events_without_their_packages_are_refused_before_anything_listens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    monkeypatch.delitem(sys.modules, "radixpool.rpc.kv_events.publisher", raising=False)
+    config = ServeConfig(
+        server=ServerConfig(listen=f"unix:{tmp_path}/m.sock"), kv_events=KvEventsConfig(endpoint="tcp://127.0.0.1:0")
+    )
+    with pytest.raises(ValueError, match=r"needs msgpack: pip install 'radixpool\[events\]'"):
+        ManagerService(config)
+    assert list(tmp_path.iterdir()) == []

@@ -67,11 +67,11 @@ class IpcMemory:
     """
 
     def __init__(self, size_bytes: int, device: CudaDevice) -> None:
-        pointer = device.allocate(size_bytes)
+        self.pointer = device.allocate(size_bytes)
         try:
-            allocation = CudaIpcAllocation(device.export(pointer), shared_bytes(size_bytes))
+            allocation = CudaIpcAllocation(device.export(self.pointer), shared_bytes(size_bytes))
         except BaseException:
-            device.free(pointer)
+            device.free(self.pointer)
             raise
         self.attachment: Attachment = CudaIpcAttachment(device.uuid, (allocation,))
 

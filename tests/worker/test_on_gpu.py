@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -22,14 +25,13 @@ from radixpool.rpc.demo.prompts import Turn
 from radixpool.rpc.demo.replay import Replay, Target
 from radixpool.rpc.demo.supervisor import ProcessFailed, Supervisor
 from radixpool.rpc.generation import SamplingParams
-from radixpool.rpc.pool import cuda_descriptor
 from radixpool.rpc.pool.attach import attach
 from radixpool.rpc.pool.cuda import CudaDevice
 from radixpool.rpc.pool.device import Device
 from radixpool.rpc.pool.geometry import pool_bytes
 from radixpool.rpc.pool.holder import IpcMemory, PoolHolder
 from radixpool.rpc.pool.sockets import DescriptorRefused
-from radixpool.rpc.pool.tensors import private_pool
+from radixpool.rpc.pool.tensors import CudaMapping, pool_on_device, private_pool
 from radixpool.rpc.pool_types import CudaFdAttachment, KvDtype, Pool
 from radixpool.rpc.worker.cache_port import LocalPort
 from radixpool.rpc.worker.engine import Engine
@@ -211,12 +213,10 @@ def test_a_killed_holder_empties_the_cache_and_workers_move_to_the_new_pool(syst
 
 def test_memory_outlives_its_holder_and_goes_with_the_last_mapping(system):
     """CUDA promises both of memory shared by descriptor. A killed holder's is the same: the kernel closes for it."""
-    spec, size = (
-        pool_spec_for(find_model(system.model), num_blocks=1 << 16, block_size=16, dtype=KvDtype.FLOAT32),
-        1 << 30,
-    )
+    spec = pool_spec_for(find_model(system.model), num_blocks=1 << 17, block_size=16, dtype=KvDtype.FLOAT32)
+    size = 1 << 30
     device = CudaDevice(0)
-    assert pool_bytes(spec) >= size
+    assert pool_bytes(spec) == size
     torch.zeros(1, device="cuda")
     before = device.free_bytes()
     holder = PoolHolder(spec, device=GPU)
@@ -235,13 +235,26 @@ def test_memory_outlives_its_holder_and_goes_with_the_last_mapping(system):
     assert before - device.free_bytes() < size // 4
 
 
+WRITE_BY_IPC = """
+import pickle, sys, torch
+from radixpool.rpc.pool.attach import attach
+from radixpool.rpc.pool.device import Device
+described = pickle.loads(bytes.fromhex(sys.argv[1]))
+attach(described, expected=described.spec, device=Device(0)).k[1].fill_(3)
+torch.cuda.synchronize()
+"""
+
+
 def test_cuda_ipc_is_there_for_gpus_that_cannot_share_by_descriptor(system):
-    assert cuda_descriptor.is_supported(CudaDevice(0))
-    described = system.client.get_pool()
-    memory = IpcMemory(pool_bytes(described.spec), CudaDevice(0))
-    # Its own process cannot open it; that the driver refuses shows that the handle is one.
-    with pytest.raises(HandleRefused):
-        attach(Pool(bytes(16), described.spec, memory.attachment), expected=described.spec, device=GPU)
+    spec, device = system.client.get_pool().spec, CudaDevice(0)
+    memory = IpcMemory(pool_bytes(spec), device)
+    described = Pool(bytes(16), spec, memory.attachment)
+    command = [sys.executable, "-c", WRITE_BY_IPC, pickle.dumps(described).hex()]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+    seen = pool_on_device(CudaMapping(memory.pointer, pool_bytes(spec), lambda: None), spec, 0)
+    assert float(seen.k[1].min()) == 3
+    assert torch.count_nonzero(seen.k[0]) == 0
+    device.free(memory.pointer)
 
 
 # One process.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import pickle
 import random
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import torch
 
 from radixpool.radix import Namespace, RadixCache
 from radixpool.rpc.client import WorkerClient
+from radixpool.rpc.convert import pool_to_wire
 from radixpool.rpc.demo.prompts import Turn
 from radixpool.rpc.demo.replay import Replay, Target
 from radixpool.rpc.demo.supervisor import ProcessFailed, Supervisor
@@ -236,10 +236,12 @@ def test_memory_outlives_its_holder_and_goes_with_the_last_mapping(system):
 
 
 WRITE_BY_IPC = """
-import pickle, sys, torch
+import sys, torch
+from radixpool.rpc.convert import pool_from_wire
+from radixpool.v1 import pool_pb2
 from radixpool.rpc.pool.attach import attach
 from radixpool.rpc.pool.device import Device
-described = pickle.loads(bytes.fromhex(sys.argv[1]))
+described = pool_from_wire(pool_pb2.Pool.FromString(bytes.fromhex(sys.argv[1])))
 attach(described, expected=described.spec, device=Device(0)).k[1].fill_(3)
 torch.cuda.synchronize()
 """
@@ -249,7 +251,7 @@ def test_cuda_ipc_is_there_for_gpus_that_cannot_share_by_descriptor(system):
     spec, device = system.client.get_pool().spec, CudaDevice(0)
     memory = IpcMemory(pool_bytes(spec), device)
     described = Pool(bytes(16), spec, memory.attachment)
-    command = [sys.executable, "-c", WRITE_BY_IPC, pickle.dumps(described).hex()]
+    command = [sys.executable, "-c", WRITE_BY_IPC, pool_to_wire(described).SerializeToString().hex()]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
     seen = pool_on_device(CudaMapping(memory.pointer, pool_bytes(spec), lambda: None), spec, 0)
     assert float(seen.k[1].min()) == 3

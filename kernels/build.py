@@ -69,7 +69,7 @@ def attend_source(spec: AttentionSpec, variant: KernelVariant) -> ASTSource:
     pointers = {"Q": POINTERS[spec.q_dtype], "OUT": POINTERS[spec.q_dtype], "K": kv, "V": kv}
     if constants["TREE"]:
         pointers |= {"NODES": "*i64", "DEPTHS": "*i32"}
-    integers = ("TABLES", "SEQ_LENS", "ITEMS", "ROWS")
+    integers = ("MARKS", "TABLES", "SEQ_LENS", "ITEMS", "ROWS")
     signature, attrs = {}, {}
     for i, name in enumerate(attend_items.arg_names):
         if name in constants:
@@ -89,7 +89,7 @@ def merge_source(spec: AttentionSpec, variant: KernelVariant) -> ASTSource:
     """Return the source of `merge_partials` for these shapes."""
     signature, attrs = {}, {}
     for i, name in enumerate(merge_partials.arg_names):
-        kind = "*i32" if name in ("ROWS", "STARTS", "PARTS", "COUNTS") else "*fp32"
+        kind = "*i32" if name in ("MARKS", "ROWS", "STARTS", "PARTS", "COUNTS") else "*fp32"
         signature[name] = (
             "constexpr" if name in variant.constants else POINTERS[spec.q_dtype] if name == "OUT" else kind
         )
@@ -153,6 +153,7 @@ def model_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSour
         merge = merge_variant(spec, joined, features, chained=features.pdl)
         yield f"merge_d{spec.v_head_dim}_{name}", merge_source(spec, merge), merge.options
     yield from importlib.import_module("radixpool.kernels.copy_build").write_sources(spec)
+    yield from importlib.import_module("radixpool.kernels.plan_send").step_sources()
     if extend_config(spec, arch) is not None and gluon_launcher() is not None:
         yield from importlib.import_module("radixpool.kernels.extend_build").fast_sources(spec, arch)
 

@@ -53,6 +53,56 @@ def quantise_rows(x):
 
 
 @triton.jit
+def with_phase(x, phase):
+    """Return the bits of float32 values with the lowest one replaced by `phase`, 0 or 1."""
+    return (x.to(tl.int32, bitcast=True) & -2) | phase
+
+
+@triton.jit
+def store_states(place, states, mask, INTERPRETED: tl.constexpr):
+    """Store 1, 2 or 4 tensors of words side by side at `place`, each word by a relaxed store (see device_merge.py)."""
+    if INTERPRETED:
+        for j in tl.static_range(len(states)):
+            tl.store(place + j, states[j].to(tl.float32, bitcast=True), mask=mask)
+    elif len(states) == 1:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r", [place.to(tl.int64), states[0], mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    elif len(states) == 2:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.relaxed.gpu.global.v2.b32 [$1], {$2, $3}; mov.b32 $0, 0; }",
+            "=r,l,r,r,r", [place.to(tl.int64), states[0], states[1], mask.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p st.relaxed.gpu.global.v4.b32 [$1], {$2, $3, $4, $5};"
+            " mov.b32 $0, 0; }",
+            "=r,l,r,r,r,r,r", [place.to(tl.int64), states[0], states[1], states[2], states[3], mask.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_part(
+    PART, PART_LSE, cell, live, acc, acc_odd, factor, lse2, phase, BM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    STATE: tl.constexpr, PAIRS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Store partial states marked with the phase, from the registers that hold them: neighbours go together."""
+    halves = tl.arange(0, BLOCK_DV // 2)
+    x, y = tl.split(tl.reshape(with_phase(acc * factor[:, None], phase), [BM, BLOCK_DV // 2, 2]))
+    row = PART + cell[:, None] * STATE
+    if PAIRS:
+        x_odd, y_odd = tl.split(tl.reshape(with_phase(acc_odd * factor[:, None], phase), [BM, BLOCK_DV // 2, 2]))
+        inside = live[:, None] & (4 * halves < STATE)[None, :]
+        store_states(row + 4 * halves[None, :], (x, x_odd, y, y_odd), inside, INTERPRETED)
+    else:
+        store_states(row + 2 * halves[None, :], (x, y), live[:, None] & (2 * halves < STATE)[None, :], INTERPRETED)
+    store_states(PART_LSE + cell, (with_phase(lse2, phase),), live, INTERPRETED)
+
+
+@triton.jit
 def block_of(pos, BLOCK_SIZE: tl.constexpr):
     """Return the index of the block of token `pos` in its table; unsigned, so that powers of two become shifts."""
     return (pos.to(tl.uint32) // BLOCK_SIZE).to(tl.int32)
@@ -199,7 +249,7 @@ def load_record(record, exists):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def attend_items(
     Q, K, V, K_SCALE, V_SCALE, NODES, DEPTHS, SLOPES, OUT, LSE, SINKS, scale, v_factor, soft_cap, window,
-    PART, PART_LSE, TABLES, SEQ_LENS, ITEMS, ROWS,
+    PART, PART_LSE, MARKS, TABLES, SEQ_LENS, ITEMS, ROWS,
     stride_q_row, stride_q_head, stride_table,
     stride_k_block, stride_k_head, stride_k_token, stride_v_block, stride_v_head, stride_v_token,
     stride_ks_block, stride_ks_head, stride_ks_token, stride_vs_block, stride_vs_head, stride_vs_token,
@@ -207,7 +257,8 @@ def attend_items(
     BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TILE_DTYPE: tl.constexpr, PAIRS: tl.constexpr, HEAD_SCALES: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr, PDL: tl.constexpr,
+    HAS_LSE: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    STATE: tl.constexpr, WATCHED: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Run the items of one program for one KV head; grid (kv_heads, programs).
 
@@ -232,6 +283,7 @@ def attend_items(
     if HEAD_SCALES:
         qk_scale = qk_scale * tl.load(K_SCALE + head * stride_ks_head)
         out_scale = out_scale * tl.load(V_SCALE + head * stride_vs_head)
+    phase = tl.load(MARKS) ^ 1 if WATCHED else 0
     table_tokens = stride_table * BLOCK_SIZE
     k_token_scales = K_SCALE
     v_token_scales = V_SCALE
@@ -305,8 +357,6 @@ def attend_items(
         )  # fmt: skip
         if LATE_SUM:
             total = tl.sum(total, 1)
-        if PAIRS:
-            acc = tl.interleave(acc, acc_odd)
         dv = tl.arange(0, BLOCK_DV * 2 if PAIRS else BLOCK_DV)
         out_mask = live[:, None] & (dv < DV)[None, :]
         if part >= 0:
@@ -314,22 +364,33 @@ def attend_items(
             lse2 = tl.where(total > 0, top + tl.log2(safe), NEG_INF)
             factor = out_scale / safe
             cell = (part + local_row).to(tl.int64) * HQ + q_head
-            tl.store(PART + cell[:, None] * DV + dv[None, :], acc * factor[:, None], mask=out_mask)
-            tl.store(PART_LSE + cell, lse2, mask=live)
+            if WATCHED:
+                store_part(
+                    PART, PART_LSE, cell, live, acc, acc_odd, factor, lse2, phase, BM, BLOCK_DV, STATE, PAIRS,
+                    INTERPRETED,
+                )  # fmt: skip
+            else:
+                joined = tl.interleave(acc, acc_odd) if PAIRS else acc
+                tl.store(PART + cell[:, None] * STATE + dv[None, :], joined * factor[:, None], mask=out_mask)
+                tl.store(PART_LSE + cell, lse2, mask=live)
         else:
+            joined = tl.interleave(acc, acc_odd) if PAIRS else acc
             if HAS_SINKS:
                 sink = tl.load(SINKS + q_head) * LOG2E
                 new_top = tl.maximum(top, sink)
                 shrink = tl.exp2(top - new_top)
                 total = total * shrink + tl.exp2(sink - new_top)
-                acc = acc * shrink[:, None]
+                joined = joined * shrink[:, None]
                 top = new_top
             safe = tl.where(total > 0, total, 1.0)
             factor = out_scale / safe
             cell = row.to(tl.int64) * HQ + q_head
-            tl.store(OUT + cell[:, None] * DV + dv[None, :], (acc * factor[:, None]).to(OUT.dtype.element_ty), out_mask)
+            joined = (joined * factor[:, None]).to(OUT.dtype.element_ty)
+            tl.store(OUT + cell[:, None] * DV + dv[None, :], joined, mask=out_mask)
             if HAS_LSE:
                 tl.store(LSE + cell, tl.where(total > 0, (top + tl.log2(safe)) * LN2, NEG_INF), mask=live)
         row_start, num_rows, seq, begin, end, part, after, all_see = ahead
     if PDL:
-        gdc_wait()
+        # A grid has ended when all its programs have: one that waits for the grid before is enough.
+        if (head == 0) & (cta == 0):
+            gdc_wait()

@@ -1,15 +1,17 @@
 """A plan on the device: one int32 buffer that holds every table of the forest, and the workspace for partial states.
 
-All sections lie in one tensor, so that a plan is one host-to-device copy, and a step that only grows a small one. With
-a `PlanCapacity` sections have fixed places and launch grids fixed sizes; the counts are read on the device.
+All sections lie in one tensor, so that a plan is one host-to-device copy. Steps that only grow are small messages (see
+plan_send.py). With a `PlanCapacity` sections have fixed places and launch grids fixed sizes; the counts are read on the
+device. Views are made when they are first asked for.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixpool.kernels.forest import RECORD, ROW_RECORD, Forest
+from radixpool.kernels.forest_pack import ALIGN, SECTIONS, CutFacts, Layout, tables_in, unpack
 from radixpool.kernels.launch import (
     FEW_PARTS,
     TILE_ROWS,
@@ -25,15 +28,16 @@ from radixpool.kernels.launch import (
     ctas_per_head,
     merge_config,
     merge_config_for_any,
-    next_power_of_two,
 )
+from radixpool.kernels.native_cut import NativeCut, NumpyCut
+from radixpool.kernels.plan_step import MAX_GROWTH_TOKENS, NO_GROWTH, Message, padded
 from radixpool.kernels.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from radixpool.kernels.plan_send import StepSender
+
 Array = NDArray[np.int32]
-Long = NDArray[np.int64]
-MAX_CHANGES = 1024  # table entries that one step may change without a new plan
-ROOM_BLOCKS = 8  # columns at least that the tables may grow by without a new plan
-ALIGN = 16  # int32 entries: sections start on 64 bytes, which Triton's 16-byte specialisation needs
+ROOM_BLOCKS = 8  # columns at least that the tables may grow by without a new plan; with a capacity as many as steps ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +72,9 @@ class PlanCapacity:
             if value > limit:
                 raise ValueError(f"capacity: expected at most {name}={limit}, got {value}")
 
-    def holds(self, forest: Forest) -> bool:
+    def holds(self, facts: CutFacts) -> bool:
         """Return whether the cut batch fits."""
-        return forest.num_parts <= self.max_parts and forest.num_items <= self.max_items
+        return facts.num_parts <= self.max_parts and sum(facts.items) <= self.max_items
 
 
 class DevicePlan:
@@ -81,171 +85,182 @@ class DevicePlan:
         capacity: PlanCapacity | None,
     ) -> None:  # fmt: skip
         self.spec, self.device, self.config_of, self.capacity = spec, device, config_of, capacity
-        self.sections: dict[str, Tensor] = {}
         self.heights: dict[int, int] = {}
         self.merge_grid = 0
         self.tall = capacity is not None
         self.bound: dict[Any, Any] = {}
         self.merge = FEW_PARTS if capacity is None else merge_config_for_any(capacity.max_rows, spec, device)
-        self.table_stride = 0
-        self.step: Array = np.zeros(0, np.int32)  # host side of the section "lens": what one step sends
-        self.views: dict[int, StepViews] = {}
+        self.num_seqs = self.width = 0
         self.buffer: Tensor | None = None
-        self.tables: Tensor | None = None
-        self.part: Tensor | None = None
-        self.part_lse: Tensor | None = None
+        self.workspace: Workspace | None = None
+        self.fixed_tables: Tensor | None = None
         if capacity is not None:
-            self.reserve_parts(capacity.max_parts)
+            self.reserve_parts(capacity.max_parts, capacity.max_rows)
+            shape = capacity.max_seqs, capacity.max_blocks
+            self.fixed_tables = torch.zeros(shape, dtype=torch.int32, device=spec.device)
 
-    def reserve_parts(self, count: int) -> None:
-        """Make room for `count` partial states; never shrinks."""
-        if count == 0 and self.part_lse is None:
-            self.part, self.part_lse = no_parts(self.spec)
-        elif self.part_lse is None or len(self.part_lse) < count:
-            shape = (count, self.spec.num_q_heads)
-            self.part = torch.empty((*shape, self.spec.v_head_dim), dtype=torch.float32, device=self.spec.device)
-            self.part_lse = torch.empty(shape, dtype=torch.float32, device=self.spec.device)
+    def reserve_parts(self, count: int, rows: int) -> None:
+        """Make room for `count` partial states of `rows` rows; never shrinks."""
+        held = self.workspace
+        if held is not None and held.holds(count, rows):
+            return
+        self.workspace = no_parts(self.spec) if count == rows == 0 else Workspace(self.spec, count, rows)
 
-    def section_sizes(self, arrays: dict[str, Array]) -> dict[str, int]:
-        """Return the entries each section takes: what it holds, or what the capacity asks for."""
-        if self.capacity is None:
-            return {name: len(a) for name, a in arrays.items()}
+    @functools.cached_property
+    def full_grids(self) -> tuple[int, ...]:
+        """The programs of every tile height: the grids of a plan with a capacity."""
+        return tuple(
+            ctas_per_head(self.config_of(h, True), self.spec, self.device) if h >= self.spec.group_size else 0
+            for h in TILE_ROWS
+        )
+
+    def lay_out(self, facts: CutFacts, num_seqs: int, width: int) -> Layout:
+        """Return where the sections of a batch lie: as close as they can, or where the capacity has them."""
         c = self.capacity
-        fixed: dict[str, int] = {
-            "counts": ALIGN, "lens": step_entries(c.max_seqs), "rows": c.max_rows * ROW_RECORD,
-            "merge_rows": c.max_rows, "merge_starts": c.max_rows + 1, "merge_parts": c.max_parts,
-        }  # fmt: skip
-        items = {f"items{h}": (c.max_items + grid) * RECORD for h, grid in self.heights.items()}
-        return fixed | items
+        stride = padded(width + ROOM_BLOCKS) if c is None else padded(min(width + MAX_GROWTH_TOKENS, c.max_blocks))
+        tables = num_seqs * stride
+        if c is None:
+            rows, merged, grids = facts.num_rows * ROW_RECORD, facts.num_merge_rows, facts.programs
+            items = (count * RECORD for count in facts.items)
+            widths = (ALIGN, num_seqs, rows, merged, merged + 1, facts.num_parts, *items, tables)
+            return Layout.of(widths, grids, stride)
+        items = ((c.max_items + grid) * RECORD if grid else 0 for grid in self.full_grids)
+        lists = c.max_rows, c.max_rows + 1, c.max_parts
+        widths = (ALIGN, c.max_seqs, c.max_rows * ROW_RECORD, *lists, *items, tables)
+        return Layout.of(widths, self.full_grids, stride)
 
-    def full_grids(self) -> dict[int, int]:
-        """Return the programs of every tile height: the grids of a plan with a capacity."""
-        heights = (h for h in TILE_ROWS if h >= self.spec.group_size)
-        return {h: ctas_per_head(self.config_of(h, True), self.spec, self.device) for h in heights}
-
-    def fill_grid(self, height: int, items: Array, programs: dict[int, int]) -> Array:
-        """Return the items flat, with empty ones for the programs of the grid that the cut leaves without work."""
-        idle = self.heights[height] - programs.get(height, 0)
-        if idle == 0:
-            return items.reshape(-1)
-        busy = programs.get(height, 0)
-        padded = np.concatenate([items[:busy], np.zeros((idle, RECORD), np.int32), items[busy:]])
-        padded[:busy, 7] += idle
-        return padded.reshape(-1)
-
-    def upload(self, forest: Forest, tables: Array, lens: Array) -> Array:
-        """Copy a cut batch to the device, in one transfer (with a capacity the tables are another).
-
-        Returns the host's copy of the tables. Its entries below the lengths must stay, as the transfer may be under
-        way; others may change: what the device gets of them too early it does not read.
-        """
-        capacity = self.capacity
-        counts = np.zeros(ALIGN, np.int32)
-        counts[0] = len(forest.merge_rows)
-        self.step = np.zeros(step_entries(capacity.max_seqs if capacity else len(lens)), np.int32)
-        self.step[: len(lens)] = lens
-        arrays = {
-            "counts": counts, "lens": self.step, "rows": forest.rows.reshape(-1), "merge_rows": forest.merge_rows,
-            "merge_starts": forest.merge_starts, "merge_parts": forest.merge_parts,
-        }  # fmt: skip
-        self.bound.clear()
-        self.heights = forest.programs if capacity is None else self.full_grids()
-        nothing = np.zeros((0, RECORD), np.int32)
-        for height in self.heights:
-            arrays[f"items{height}"] = self.fill_grid(height, forest.items.get(height, nothing), forest.programs)
-        self.merge_grid = len(forest.merge_rows) if capacity is None else capacity.max_rows
-        if capacity is None:
-            self.tall = forest.tall
-            self.merge = merge_config(forest.num_parts / max(1, len(forest.merge_rows)))
-        copy = self.send(arrays, tables)
-        self.reserve_parts(forest.num_parts)
-        self.views.clear()
-        return copy
-
-    def send(self, arrays: dict[str, Array], tables: Array) -> Array:
-        """Lay the arrays and the tables out in one host buffer, copy it, and point the sections at their places."""
-        sizes = {name: -(-max(size, 1) // ALIGN) * ALIGN for name, size in self.section_sizes(arrays).items()}
-        shape = tables.shape[0], -(-(tables.shape[1] + ROOM_BLOCKS) // ALIGN) * ALIGN
-        total = sum(sizes.values())
-        if self.capacity is None:
-            sizes["tables"] = shape[0] * shape[1]
-        host = staging(sum(sizes.values()), self.spec.device)
-        view, place = host.numpy(), 0
-        for name, array in arrays.items():
-            view[place : place + len(array)] = array
-            place += sizes[name]
-        if self.buffer is None or len(self.buffer) != len(host):
-            self.buffer = torch.empty(len(host), dtype=torch.int32, device=self.spec.device)
-        self.sections = dict(zip(sizes, self.buffer.split(list(sizes.values())), strict=True))
-        if self.capacity is not None:
+    def upload(self, cut: NativeCut | NumpyCut, num_seqs: int, width: int) -> None:
+        """Copy a cut batch to the device, in one transfer (with a capacity the tables are another)."""
+        refuse_capture(self.spec.device)
+        facts, capacity = cut.facts, self.capacity
+        self.forget()
+        self.facts, self.num_seqs, self.width = facts, num_seqs, width
+        self.layout = layout = self.lay_out(facts, num_seqs, width)
+        self.host = host = staging(layout.total, self.spec.device)
+        cut.pack(layout, host)
+        self.heights = {h: grid for h, grid in zip(TILE_ROWS, layout.grids, strict=True) if grid}
+        entries = layout.total if capacity is None else layout.begins[-1]
+        if self.buffer is None or len(self.buffer) != entries:
+            self.buffer = torch.empty(entries, dtype=torch.int32, device=self.spec.device)
+        if self.fixed_tables is None:
             self.buffer.copy_(host, non_blocking=True)
-            return self.send_tables(tables, (self.capacity.max_seqs, self.capacity.max_blocks))
-        copy: Array = view[total:].reshape(shape)[:, : tables.shape[1]]
-        copy[:] = tables
-        self.buffer.copy_(host, non_blocking=True)
-        self.tables = self.sections.pop("tables").view(shape)
-        self.table_stride = shape[1]
-        return copy
+            self.tall, self.merge_grid = bool(facts.tall), facts.num_merge_rows
+            self.merge = merge_config(facts.num_parts / max(1, facts.num_merge_rows))
+            self.reserve_parts(facts.num_parts, facts.num_merge_rows)
+        else:
+            assert capacity is not None
+            self.buffer.copy_(host[:entries], non_blocking=True)
+            given = host[entries:].view(-1, layout.table_stride)[:num_seqs, :width]
+            self.fixed_tables[:num_seqs, :width].copy_(given, non_blocking=True)
+            self.merge_grid = capacity.max_rows
+        assert self.workspace is not None
+        if facts.num_parts:
+            self.workspace.forget(facts.num_parts)
 
-    def send_tables(self, tables: Array, shape: tuple[int, int]) -> Array:
-        """Copy the block tables to their fixed place of the given shape; return the host's copy."""
-        if self.tables is None:
-            self.tables = torch.zeros(shape, dtype=torch.int32, device=self.spec.device)
-            self.table_stride = shape[1]
-        host = staging(tables.size, self.spec.device).view(tables.shape)
-        copy: Array = host.numpy()
-        copy[:] = tables
-        self.tables[: tables.shape[0], : tables.shape[1]].copy_(host, non_blocking=True)
-        return copy
+    def forget(self) -> None:
+        """Drop what was made for the last upload."""
+        self.bound.clear()
+        for name in ("sections", "tables", "forest", "sender"):
+            self.__dict__.pop(name, None)
 
-    def grow(self, lens: Array, places: Long, blocks: Array) -> None:
-        """Send new lengths and the table entries that changed, in one copy; `places` are row * stride + column.
+    @functools.cached_property
+    def sections(self) -> dict[str, Tensor]:
+        """The sections on the device, by name, but for the tables."""
+        assert self.buffer is not None
+        begins = self.layout.begins
+        return {name: self.buffer[a:b] for name, a, b in zip(SECTIONS, begins, begins[1:], strict=False)}
 
-        The host buffer is pageable: the copy has read it when it returns, so that the next step may write it.
+    @functools.cached_property
+    def tables(self) -> Tensor:
+        """The block tables, `[sequences, table_stride]`."""
+        if self.fixed_tables is not None:
+            return self.fixed_tables
+        assert self.buffer is not None
+        begin, shape = self.layout.begins[-1], (self.num_seqs, self.table_stride)
+        return self.buffer[begin : begin + shape[0] * shape[1]].view(shape)
+
+    @property
+    def table_stride(self) -> int:
+        """Entries from one table to the next."""
+        return self.layout.table_stride if self.capacity is None else self.capacity.max_blocks
+
+    @functools.cached_property
+    def forest(self) -> Forest:
+        """What was planned, read from the host's copy."""
+        return unpack(self.facts, self.layout, self.host.numpy())
+
+    def host_tables(self) -> Array:
+        """Return the host's copy of the tables, `[sequences, stride]`, of which `width` columns are filled.
+
+        Entries below the lengths must stay, as the transfer may be under way; others may change: what the device gets
+        of them too early it does not read.
         """
-        count = len(places)
-        room = next_power_of_two(max(count, ALIGN)) if count else 0  # padded by repeating the last change
-        if room not in self.views:
-            self.views[room] = StepViews(self.step, self.sections["lens"], len(lens), room)
-        views = self.views[room]
-        self.step[: len(lens)] = lens
-        if count:
-            views.places[:count], views.places[count:] = places, places[-1]
-            views.blocks[:count], views.blocks[count:] = blocks, blocks[-1]
-        views.device.copy_(views.host, non_blocking=True)
-        if count:
-            assert self.tables is not None
-            self.tables.view(-1).scatter_(0, views.device_places, views.device_blocks)
+        return tables_in(self.host.numpy(), self.layout, self.num_seqs)
+
+    @functools.cached_property
+    def sender(self) -> StepSender:
+        """What sends steps to this upload. Imports Triton."""
+        sender: StepSender = importlib.import_module("radixpool.kernels.plan_send").StepSender(
+            self.sections["lens"], self.tables, num_seqs=self.num_seqs
+        )
+        return sender
+
+    def grow(self, move: Callable[[Message], int]) -> bool:
+        """Send the step that `move` writes into a message; return False where it finds none (`NO_GROWTH`)."""
+        refuse_capture(self.spec.device)
+        message = self.sender.take()
+        count = move(message)
+        if count == NO_GROWTH:
+            self.sender.give_back(message)
+            return False
+        self.sender.send(message, count)
+        return True
 
 
-class StepViews:
-    """What a step with up to `room` changes sends: views of the section "lens" on both sides, made once.
+def refuse_capture(device: torch.device | str) -> None:
+    """Raise `RuntimeError` where the current stream is being captured: a replay would send the same plan again."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("plan: a plan can't be made or updated in a CUDA graph; update it before the graph's replay")
 
-    The section holds the lengths, then `room` places (int64), then as many blocks.
+
+class Workspace:
+    """Room for `count` partial states of `rows` rows: `part` and `part_lse` float32, and `marks` int32.
+
+    Launches that follow one another tell their states apart by a phase in every word (see device_merge.py).
+    `part` is `[count, num_q_heads, state_width]`; `marks` has one for the plan and one for each program that merges.
     """
 
-    __slots__ = ("blocks", "device", "device_blocks", "device_places", "host", "places")
+    __slots__ = ("count", "marks", "memory", "part", "part_lse", "rows")
 
-    def __init__(self, step: Array, section: Tensor, num_seqs: int, room: int) -> None:
-        first = len(step) - 3 * MAX_CHANGES
-        middle, end = first + 2 * room, first + 3 * room
-        self.places, self.blocks = step[first:middle].view(np.int64), step[middle:end]
-        self.device_places, self.device_blocks = section[first:middle].view(torch.int64), section[middle:end]
-        used = end if room else num_seqs
-        self.host, self.device = torch.from_numpy(step[:used]), section[:used]
+    def __init__(self, spec: AttentionSpec, count: int, rows: int) -> None:
+        heads, width = spec.num_q_heads, state_width(spec)
+        self.count, self.rows = count, rows
+        sizes = [-(-n // ALIGN) * ALIGN for n in (1 + rows * heads, count * heads, count * heads * width)]
+        self.memory = torch.empty(sum(sizes), dtype=torch.float32, device=spec.device)
+        marks, part_lse, part = self.memory.split(sizes)
+        self.marks = marks.view(torch.int32)
+        self.part_lse = part_lse[: count * heads].view(count, heads)
+        self.part = part[: count * heads * width].view(count, heads, width)
+
+    def holds(self, count: int, rows: int) -> bool:
+        """Return whether so many states of so many rows fit."""
+        return count <= self.count and rows <= self.rows
+
+    def forget(self, count: int) -> None:
+        """Zero the marks and the first `count` states, in stream order: a new cut numbers them anew."""
+        heads, width = self.part.shape[1:]
+        self.memory[: self.part.storage_offset() + count * heads * width].zero_()
 
 
 @functools.cache
-def no_parts(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def no_parts(spec: AttentionSpec) -> Workspace:
     """Return the workspace of plans without partial states: memory to name where a kernel takes a pointer."""
-    shape = (1, spec.num_q_heads)
-    part = torch.empty((*shape, spec.v_head_dim), dtype=torch.float32, device=spec.device)
-    return part, torch.empty(shape, dtype=torch.float32, device=spec.device)
+    return Workspace(spec, 1, 0)
 
 
-def step_entries(num_seqs: int) -> int:
-    """Return the entries of the section that one step writes: lengths, then (place, block) of each changed entry."""
-    return -(-max(num_seqs, 1) // ALIGN) * ALIGN + 3 * MAX_CHANGES
+def state_width(spec: AttentionSpec) -> int:
+    """Return the float32 that one head of a partial state takes: neighbours are stored four at a time."""
+    return -(-spec.v_head_dim // 4) * 4
 
 
 def staging(entries: int, device: torch.device | str) -> Tensor:

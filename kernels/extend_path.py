@@ -55,7 +55,7 @@ class FastExtend:
         self.launcher.launch_extend(
             q, k_pool, v_pool, self.schedule, spec=self.spec, config=self.config,
             precision="full" if self.turning is None else "fp8", places=places, tables=tables,
-            part=self.on_device.part, part_lse=self.on_device.part_lse, **arguments,
+            part=self.on_device.workspace.part, part_lse=self.on_device.workspace.part_lse, **arguments,
         )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 /* The second half of the cut: tiles, pieces, merge lists. The result has the same items as numpy's, bit for bit
- * (tests/kernels/test_native_cut.py). `cut` owns all memory until `take` copies the result out and frees it.
+ * (tests/kernels/test_native_cut.py). `cut` owns all memory until `drop` frees it.
  */
 
 static int height_index(i64 height) {
@@ -29,7 +29,8 @@ static void cut_rows(Cut *c) {
         for (i64 row0 = s->row0; row0 < s->row1; row0 += height / group) {
             i64 row1 = min64(row0 + height / group, s->row1), end = s->leaf ? c->limits[row1 - 1] : s->end;
             if (end > s->begin)
-                c->tiles[c->num_tiles++] = (Tile){height, row0, row1 - row0, s->begin, end, s->table, s->leaf};
+                c->tiles[c->num_tiles++] = (Tile){(i32)height, (i32)row0, (i32)(row1 - row0), (i32)s->begin, (i32)end,
+                                                  (i32)s->table, (i32)s->leaf};
         }
     }
 }
@@ -90,47 +91,37 @@ static i64 *cut_tokens(Cut *c, const i64 *length, i64 n, i64 *programs, int merg
 }
 
 /* Cut the tiles of one height into pieces, appended to c->pieces. */
-static void cut_height(Cut *c, int h, i64 programs, int merging, i64 *keys, i64 *other, Tile *own, i64 *length) {
+static void cut_height(Cut *c, int h, i64 programs, int merging, i64 *keys, i64 *other, i64 *length) {
     i64 n = 0;
     for (i64 i = 0; i < c->num_tiles; i++) {
         const Tile *t = &c->tiles[i];
-        if (t->height != TILE_ROWS[h]) continue;
-        keys[n] = i + (merging ? -(t->end - t->begin) * ((i64)1 << 32) : 0);
-        n++;
+        if (t->height == TILE_ROWS[h]) keys[n++] = i - (merging ? (i64)(t->end - t->begin) * ((i64)1 << 32) : 0);
     }
     if (!n) return;
-    if (merging) sort_keys(keys, other, n);
+    if (merging) sort_keys(keys, other, n, 32);
     for (i64 i = 0; i < n; i++) {
-        own[i] = c->tiles[keys[i] & UINT32_MAX];
-        length[i] = own[i].end - own[i].begin;
+        const Tile *t = &c->tiles[keys[i] & UINT32_MAX];
+        length[i] = t->end - t->begin;
     }
     i64 *points = cut_tokens(c, length, n, &programs, merging);
     i64 *starts = c->starts[h] = reserve(c, programs + 1, sizeof(i64));
-    Piece *pieces = reserve(c, n + programs, sizeof(Piece));
+    Piece *pieces = c->pieces + c->num_pieces;
     i64 count = 0, point = 0, program = 0, before = 0;
     for (i64 i = 0; i < n; before += length[i++]) {
-        const Tile *t = &own[i];
-        i64 at = 0, stop;
-        while (at < length[i]) {
+        const Tile *t = &c->tiles[keys[i] & UINT32_MAX];
+        i32 after = c->backs[t->row0 + t->rows - 1], seen = INT32_MAX;
+        for (i32 r = t->row0; r < t->row0 + t->rows; r++) seen = c->limits[r] < seen ? c->limits[r] : seen;
+        for (i64 at = 0, stop; at < length[i]; at = stop) {
             while (program < programs && (program ? points[program - 1] : 0) <= before + at) starts[program++] = count;
             while (point < programs - 1 && points[point] <= before + at) point++;
             stop = point < programs - 1 ? min64(points[point] - before, length[i]) : length[i];
-            i64 end = t->leaf && t->begin + stop == t->end ? TO_THE_END : t->begin + stop;
-            Piece p = {(i32)t->row0, (i32)t->rows, (i32)t->table, (i32)(t->begin + at), (i32)end, -1, 0, 0};
-            p.after = c->backs[t->row0 + t->rows - 1];
-            p.seen = INT32_MAX;
-            for (i64 r = t->row0; r < t->row0 + t->rows; r++) p.seen = c->limits[r] < p.seen ? c->limits[r] : p.seen;
-            pieces[count++] = p;
-            at = stop;
+            i32 end = t->leaf && t->begin + stop == t->end ? TO_THE_END : (i32)(t->begin + stop);
+            pieces[count++] = (Piece){t->row0, t->rows, t->table, (i32)(t->begin + at), end, -1, after, seen};
         }
     }
     while (program <= programs) starts[program++] = count;
     c->sizes->programs[h] = programs;
     c->sizes->items[h] = count;
-    Piece *joined = reserve(c, c->num_pieces + count, sizeof(Piece));
-    if (c->num_pieces) memcpy(joined, c->pieces, (size_t)c->num_pieces * sizeof(Piece));
-    memcpy(joined + c->num_pieces, pieces, (size_t)count * sizeof(Piece));
-    c->pieces = joined;
     c->num_pieces += count;
 }
 
@@ -159,15 +150,15 @@ static void cut_all_heights(Cut *c) {
     c->sizes->tall_sms = c->in->persistent ? split_sms(c) : c->in->num_sms;
     int apart = c->sizes->tall_sms < c->in->num_sms;
     i64 *keys = reserve(c, n, sizeof(i64)), *other = reserve(c, n, sizeof(i64)), *length = reserve(c, n, sizeof(i64));
-    Tile *own = reserve(c, n, sizeof(Tile));
+    i64 programs[HEIGHTS], most = n; /* a program begins at most one piece more than the tiles do */
     for (int h = 0; h < HEIGHTS; h++) {
-        i64 programs = c->in->programs[h][c->sizes->tall][beside];
-        if (apart) {
-            i64 sms = h == HEIGHTS - 1 ? c->sizes->tall_sms : c->in->num_sms - c->sizes->tall_sms;
-            programs = max64(1, sms * c->in->per_sm[h] / c->in->num_kv_heads);
-        }
-        cut_height(c, h, programs, merging, keys, other, own, length);
+        i64 sms = h == HEIGHTS - 1 ? c->sizes->tall_sms : c->in->num_sms - c->sizes->tall_sms;
+        programs[h] = apart ? max64(1, sms * c->in->per_sm[h] / c->in->num_kv_heads)
+                            : c->in->programs[h][c->sizes->tall][beside];
+        most += programs[h];
     }
+    c->pieces = reserve(c, most, sizeof(Piece));
+    for (int h = 0; h < HEIGHTS; h++) cut_height(c, h, programs[h], merging, keys, other, length);
     if (apart) c->sizes->tall = 0;
 }
 
@@ -202,7 +193,7 @@ static void merge_lists(Cut *c) {
             c->merge_parts[next[c->pieces[i].row0 + r]++] = c->pieces[i].part + r;
     c->sizes->num_rows = rows;
     c->sizes->num_merge_rows = listed;
-    c->sizes->num_merge_parts = c->sizes->num_parts = parts;
+    c->sizes->num_parts = parts;
 }
 
 /* Run all steps; return 0 where memory ran out. */
@@ -216,7 +207,7 @@ static int run(Cut *c) {
     return 1;
 }
 
-/* Cut a batch and fill `sizes`; return a handle for `take`, or NULL where memory ran out. */
+/* Cut a batch and fill `sizes`; return a handle for `pack` and `drop`, or NULL where memory ran out. */
 void *radixpool_cut(const Batch *in, Sizes *sizes) {
     Cut *c = calloc(1, sizeof(Cut));
     if (!c) return NULL;
@@ -235,73 +226,4 @@ void *radixpool_cut(const Batch *in, Sizes *sizes) {
     return c;
 }
 
-static void write_record(i32 *record, const Piece *p) {
-    const i32 fields[RECORD] = {p->row0, p->rows, p->table, p->begin, p->end, p->part, 0, 0, p->after, p->seen};
-    memcpy(record, fields, sizeof(fields));
-}
-
-static i32 *write_items(const Cut *c, int h, const Piece *pieces, i32 *out) {
-    i64 programs = c->sizes->programs[h], next = programs;
-    memset(out, 0, (size_t)programs * RECORD * sizeof(i32));
-    for (i64 p = 0; p < programs; p++) {
-        i64 first = c->starts[h][p], last = c->starts[h][p + 1];
-        if (last > first) write_record(out + p * RECORD, &pieces[first]);
-        out[p * RECORD + 6] = (i32)max64(last - first - 1, 0);
-        out[p * RECORD + 7] = (i32)next;
-        for (i64 i = first + 1; i < last; i++) write_record(out + next++ * RECORD, &pieces[i]);
-    }
-    return out + next * RECORD;
-}
-
-/* Write rows, merge_rows, merge_starts, merge_parts and the items of each height to `out`; free the handle. */
-void radixpool_take(void *handle, const Batch *in, const Sizes *sizes, i32 *out) {
-    Cut *c = handle;
-    for (i64 i = 0, at = 0; i < c->num_active; i++) {
-        i64 seq = c->order[i].seq;
-        for (i32 j = 0; j < in->query_lens[seq]; j++, at++, out += ROW_RECORD) {
-            const i32 record[ROW_RECORD] = {c->rows[at], (i32)seq, c->backs[at], in->query_lens[seq]};
-            memcpy(out, record, sizeof(record));
-        }
-    }
-    memcpy(out, c->merge_rows, (size_t)sizes->num_merge_rows * sizeof(i32));
-    out += sizes->num_merge_rows;
-    memcpy(out, c->merge_starts, (size_t)(sizes->num_merge_rows + 1) * sizeof(i32));
-    out += sizes->num_merge_rows + 1;
-    memcpy(out, c->merge_parts, (size_t)sizes->num_merge_parts * sizeof(i32));
-    out += sizes->num_merge_parts;
-    const Piece *pieces = c->pieces;
-    for (int h = 0; h < HEIGHTS; h++) {
-        i64 count = sizes->programs[h] ? c->starts[h][sizes->programs[h]] : 0;
-        out = write_items(c, h, pieces, out);
-        pieces += count;
-    }
-    release(c);
-}
-
-/* The batches of two steps, where the second has the same sequences; mirrored by plan_step.Step. */
-typedef struct {
-    const i32 *old_tables, *tables, *old_lens, *lens, *planned_lens;
-    i64 num_seqs, width, old_stride, block_size, max_growth, stride, most;
-} Step;
-
-/* Compare two steps. Write `place = row * stride + column` and the new block of each table entry that differs past the
- * old length; return how many, or -1 where the cut no longer fits: a length that shrank below the planned one, grew too
- * much or past its table, a block that changed below the old length, or more than `most` changes. */
-i64 radixpool_compare(const Step *s, i64 *places, i32 *blocks) {
-    i64 count = 0;
-    for (i64 i = 0; i < s->num_seqs; i++) {
-        i64 grown = (i64)s->lens[i] - s->planned_lens[i];
-        if (grown < 0 || grown > s->max_growth || s->lens[i] > s->width * s->block_size) return -1;
-    }
-    for (i64 i = 0; s->tables && i < s->num_seqs; i++) {
-        const i32 *old = s->old_tables + i * s->old_stride, *table = s->tables + i * s->width;
-        i64 used = ceil_div(s->old_lens[i], s->block_size);
-        if (used > s->width || memcmp(old, table, (size_t)used * sizeof(i32))) return -1;
-        for (i64 at = used; (at = first_difference(old, table, at, s->width)) < s->width; at++) {
-            if (count == s->most) return -1;
-            places[count] = i * s->stride + at;
-            blocks[count++] = table[at];
-        }
-    }
-    return count;
-}
+void radixpool_drop(void *handle) { release(handle); }

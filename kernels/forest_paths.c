@@ -1,8 +1,9 @@
 /* The first half of the cut of forest.py in C: order the tables, find the paths that sequences share.
  *
- * Compiled as one with forest_cut.c, which follows. forest.py and token_cuts.py are the definition and explain every
- * step; functions here carry their names. Their constants come in as -D options (see native_cut.py). The only global is
- * a spare chunk of memory, which whoever frees one leaves and whoever needs one takes, as fresh pages cost time.
+ * Compiled as one with forest_cut.c, forest_pack.c and forest_step.c, which follow. forest.py and token_cuts.py are the
+ * definition and explain every step; functions here carry their names. Their constants come in as -D options (see
+ * native_cut.py). The only global is a spare chunk of memory, which whoever frees one leaves and whoever needs one
+ * takes, as fresh pages cost time.
  */
 #include <math.h>
 #include <setjmp.h>
@@ -14,7 +15,7 @@
 typedef int32_t i32;
 typedef int64_t i64;
 
-enum { HEIGHTS = 4, TO_THE_END = INT32_MAX, CHUNK = 1 << 18 };
+enum { HEIGHTS = 4, TO_THE_END = INT32_MAX, CHUNK = 1 << 18, FEW_KEYS = 48 };
 static const i32 TILE_ROWS[HEIGHTS] = {16, 32, 64, 128};
 
 /* What `cut` needs beside the batch; mirrored by native_cut.Batch. */
@@ -26,9 +27,9 @@ typedef struct {
     i64 persistent, num_sms, num_kv_heads, sm_step, per_sm[HEIGHTS]; /* for tall and narrow tiles on SMs of their own */
 } Batch;
 
-/* What `take` will write, and facts of the plan; mirrored by native_cut.Sizes. */
+/* Facts of the cut: how much `pack` will write; mirrored by forest_pack.CutFacts. */
 typedef struct {
-    i64 num_rows, num_merge_rows, num_merge_parts, num_parts, unique_tokens, growable, tall, tall_sms;
+    i64 num_rows, num_merge_rows, num_parts, unique_tokens, growable, tall, tall_sms;
     i64 items[HEIGHTS], programs[HEIGHTS];
 } Sizes;
 
@@ -38,7 +39,7 @@ typedef struct Chunk {
 } Chunk;
 
 typedef struct { i64 row0, row1, begin, end, table, leaf; } Segment;
-typedef struct { i64 height, row0, rows, begin, end, table, leaf; } Tile;
+typedef struct { i32 height, row0, rows, begin, end, table, leaf; } Tile;
 typedef struct { i32 row0, rows, table, begin, end, part, after, seen; } Piece;
 typedef struct { const i32 *table; i64 blocks, seq; } Path;
 
@@ -85,20 +86,39 @@ static void release(Cut *c) {
     free(c);
 }
 
-static i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+static i64 ceil_div(i64 a, i64 b) { /* a short division where it does, which most processors do much faster */
+    uint64_t sum = (uint64_t)(a + b - 1), by = (uint64_t)b;
+    return (sum | by) >> 32 ? (i64)(sum / by) : (i64)((uint32_t)sum / (uint32_t)by);
+}
+
 static i64 min64(i64 a, i64 b) { return a < b ? a : b; }
 static i64 max64(i64 a, i64 b) { return a > b ? a : b; }
 
-/* Sort keys ascending, bottom up; `other` is room for as many. Keys are unique where order among equals matters. */
-static void sort_keys(i64 *keys, i64 *other, i64 n) {
+static void insert_keys(i64 *keys, i64 n) {
+    for (i64 i = 1, at; i < n; i++) {
+        i64 key = keys[i];
+        for (at = i; at && keys[at - 1] > key; at--) keys[at] = keys[at - 1];
+        keys[at] = key;
+    }
+}
+
+/* Sort keys ascending; the lowest `ordered` bits do so already among equals. `other` is room for as many.
+ * Few keys by insertion, others by their bytes, the last one first, without those that all have in common. */
+static void sort_keys(i64 *keys, i64 *other, i64 n, int ordered) {
+    if (n <= FEW_KEYS) {
+        insert_keys(keys, n);
+        return;
+    }
+    const uint64_t sign = (uint64_t)1 << 63;
+    uint64_t differ = 0;
+    for (i64 i = 1; i < n; i++) differ |= (uint64_t)(keys[i] ^ keys[0]);
     i64 *from = keys, *to = other;
-    for (i64 width = 1; width < n; width *= 2) {
-        for (i64 lo = 0; lo < n; lo += 2 * width) {
-            i64 mid = min64(lo + width, n), hi = min64(lo + 2 * width, n), a = lo, b = mid, at = lo;
-            while (a < mid && b < hi) to[at++] = from[b] < from[a] ? from[b++] : from[a++];
-            while (a < mid) to[at++] = from[a++];
-            while (b < hi) to[at++] = from[b++];
-        }
+    for (int shift = ordered; shift < 64; shift += 8) {
+        uint32_t next[257] = {0};
+        if (!(differ >> shift & 255)) continue;
+        for (i64 i = 0; i < n; i++) next[(((uint64_t)from[i] ^ sign) >> shift & 255) + 1]++;
+        for (int digit = 0; digit < 255; digit++) next[digit + 1] += next[digit];
+        for (i64 i = 0; i < n; i++) to[next[((uint64_t)from[i] ^ sign) >> shift & 255]++] = from[i];
         i64 *swap = from;
         from = to;
         to = swap;
@@ -138,7 +158,7 @@ static void sort_group(Cut *c, i64 lo, i64 hi, i64 *keys, i64 *other, Path *held
             keys[i - lo] = sort_value(&c->order[i], same) << POSITION_BITS | (i - lo);
             held[i - lo] = c->order[i];
         }
-        sort_keys(keys, other, hi - lo);
+        sort_keys(keys, other, hi - lo, POSITION_BITS);
         for (i64 i = lo, first = lo; i < hi; i++) {
             i64 value = keys[i - lo] >> POSITION_BITS, next = i + 1 < hi ? keys[i + 1 - lo] >> POSITION_BITS : -1;
             c->order[i] = held[keys[i - lo] & (((i64)1 << POSITION_BITS) - 1)];
@@ -162,7 +182,7 @@ static void sort_tables(Cut *c) {
         keys[i] = first * ((i64)1 << 32) + i;
         held[i] = c->order[i];
     }
-    sort_keys(keys, other, n);
+    sort_keys(keys, other, n, 32);
     for (i64 i = 0; i < n; i++) c->order[i] = held[keys[i] & UINT32_MAX];
     i64 *first = reserve(c, n, sizeof(i64));
     for (i64 i = 0; i < n; i++) first[i] = keys[i] >> 32;

@@ -1,4 +1,7 @@
-"""`build_forest` in C: the same cut, bit for bit; numpy's where there is no C compiler. See `forest_paths.c`."""
+"""`build_forest` and `pack` in C: the same cut, bit for bit; numpy's where there is no C compiler.
+
+See `forest_paths.c`. A batch is cut first, which tells how much memory its plan takes, and packed into that then.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,27 @@ import ctypes
 import functools
 from collections.abc import Callable
 
-import numpy as np
+from torch import Tensor
 
 from radixpool.kernels import forest as numpy_cut
-from radixpool.kernels import launch, token_cuts
-from radixpool.kernels.forest import RECORD, ROW_RECORD, Array, Forest, TallKernel
+from radixpool.kernels import forest_pack, launch, token_cuts
+from radixpool.kernels.forest import Array, Forest, TallKernel
+from radixpool.kernels.forest_pack import CutFacts, Layout
 from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig
 from radixpool.kernels.native import load
 from radixpool.kernels.spec import AttentionSpec
 
-SOURCES = ("forest_paths", "forest_cut")
+SOURCES = ("forest_paths", "forest_cut", "forest_pack", "forest_step")
 CONSTANTS = {
     numpy_cut: ("RECORD", "ROW_RECORD", "JOIN_SHARE", "TALL_COST", "BESIDE_SHARE", "TALL_COST_APART",
                 "NARROW_COST_APART"),
     token_cuts: ("ITEM_OVERHEAD_TOKENS", "MIN_PIECE_TOKENS", "CUT_TOKENS", "WHOLE_TILE_SLACK"),
     launch: ("TALL_ROWS",),
+    forest_pack: ("ALIGN",),
 }  # fmt: skip
+POINTER, INT = ctypes.c_void_p, ctypes.c_int64
+FactsArray = ctypes.c_int64 * len(CutFacts._fields)
+PlacesArray = ctypes.c_int64 * (len(forest_pack.SECTIONS) + 1 + len(TILE_ROWS))
 
 
 class Batch(ctypes.Structure):
@@ -38,17 +46,6 @@ class Batch(ctypes.Structure):
     )  # fmt: skip
 
 
-class Sizes(ctypes.Structure):
-    """What the C function says of its result; mirrors `Sizes` of forest_paths.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("num_rows", "num_merge_rows", "num_merge_parts", "num_parts",
-                                              "unique_tokens", "growable", "tall", "tall_sms")),
-        ("items", ctypes.c_int64 * len(TILE_ROWS)),
-        ("programs", ctypes.c_int64 * len(TILE_ROWS)),
-    )  # fmt: skip
-
-
 def constants() -> tuple[tuple[str, float], ...]:
     """Return the macros that the C code is compiled with: the constants of its definition in numpy."""
     return tuple((name, getattr(module, name)) for module, names in CONSTANTS.items() for name in names)
@@ -59,13 +56,24 @@ def library() -> ctypes.CDLL | None:
     """Return the compiled code with its signatures, or None."""
     found = load(SOURCES, constants())
     if found is not None:
-        found.radixpool_cut.restype = ctypes.c_void_p
-        found.radixpool_cut.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        found.radixpool_take.restype = None
-        found.radixpool_take.argtypes = (ctypes.c_void_p,) * 4
-        found.radixpool_compare.restype = ctypes.c_int64
-        found.radixpool_compare.argtypes = (ctypes.c_void_p,) * 3
+        for name, result, arguments in (
+            ("cut", POINTER, (POINTER, POINTER)),
+            ("pack", None, (POINTER, POINTER, POINTER)),
+            ("drop", None, (POINTER,)),
+            ("compare", INT, (POINTER, POINTER, POINTER, INT, POINTER)),
+            ("advance", INT, (POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER)),
+        ):
+            function = getattr(found, f"radixpool_{name}")
+            function.restype, function.argtypes = result, arguments
     return found
+
+
+def address(array: Array) -> int:
+    """Return where an array lies; in a quarter of the time that `array.ctypes` takes, where it may be written."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]  # it is a buffer
+    except (TypeError, ValueError):  # read-only, or empty
+        return int(array.ctypes.data)
 
 
 @functools.lru_cache(maxsize=64)
@@ -90,45 +98,59 @@ def fixed_fields(
     return bytes(batch)
 
 
-def build_forest(
+class NumpyCut:
+    """A batch cut by numpy, to be packed once its place is known."""
+
+    __slots__ = ("facts", "forest", "lens", "tables")
+
+    def __init__(self, forest: Forest, tables: Array, lens: Array) -> None:
+        self.forest, self.tables, self.lens, self.facts = forest, tables, lens, CutFacts.of(forest)
+
+    def pack(self, layout: Layout, host: Tensor) -> None:
+        """Write all sections."""
+        forest_pack.pack(self.forest, layout, self.tables, self.lens, host.numpy())
+
+
+class NativeCut:
+    """A batch cut in C, to be packed once its place is known. It owns C memory."""
+
+    __slots__ = ("arrays", "batch", "code", "facts", "handle", "sizes")
+
+    def __init__(self, code: ctypes.CDLL, fixed: bytes, arrays: tuple[Array, Array, Array, Array]) -> None:
+        self.code, self.arrays, self.handle = code, arrays, None
+        self.batch, self.sizes = Batch.from_buffer_copy(fixed), FactsArray()
+        tables, lens, query_lens, query_starts = arrays
+        batch = self.batch
+        batch.tables, batch.lens = address(tables), address(lens)
+        batch.query_lens, batch.query_starts = address(query_lens), address(query_starts)
+        (batch.num_seqs, batch.width), batch.stride = tables.shape, tables.strides[0] // tables.itemsize
+        self.handle = code.radixpool_cut(ctypes.addressof(batch), ctypes.addressof(self.sizes))
+        if not self.handle:
+            raise MemoryError("plan: no memory for the work items")
+        self.facts = CutFacts._make(self.sizes)
+
+    def pack(self, layout: Layout, host: Tensor) -> None:
+        """Write all sections."""
+        places = PlacesArray(*layout.begins, layout.table_stride, *layout.grids)
+        self.code.radixpool_pack(self.handle, ctypes.addressof(places), host.data_ptr())
+
+    def __del__(self) -> None:
+        if self.handle:
+            self.code.radixpool_drop(self.handle)
+
+
+def cut_batch(
     tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
     config_of: Callable[[int, bool], TileConfig], *, min_gain_bytes: float = 1.0,
     tall_kernel: TallKernel = "plain",
-) -> Forest:  # fmt: skip
+) -> NativeCut | NumpyCut:  # fmt: skip
     """Cut a batch as `forest.build_forest` does; in C where there is a compiler. int32 arrays, contiguous rows."""
     code = library()
     if code is None:
-        return numpy_cut.build_forest(
+        forest = numpy_cut.build_forest(
             tables, lens, query_lens, query_starts, spec, device, config_of, min_gain_bytes=min_gain_bytes,
             tall_kernel=tall_kernel,
         )  # fmt: skip
+        return NumpyCut(forest, tables, lens)
     fixed = fixed_fields(spec, device, config_of, min_gain_bytes, numpy_cut.ITEM_OVERHEAD_BYTES, tall_kernel)
-    batch, sizes = Batch.from_buffer_copy(fixed), Sizes()
-    batch.tables, batch.lens = tables.ctypes.data, lens.ctypes.data
-    batch.query_lens, batch.query_starts = query_lens.ctypes.data, query_starts.ctypes.data
-    (batch.num_seqs, batch.width), batch.stride = tables.shape, tables.strides[0] // tables.itemsize
-    handle = code.radixpool_cut(ctypes.addressof(batch), ctypes.addressof(sizes))
-    if not handle:
-        raise MemoryError("plan: no memory for the work items")
-    items, merged = list(sizes.items), sizes.num_merge_rows
-    widths = (sizes.num_rows * ROW_RECORD, merged, merged + 1, sizes.num_merge_parts, *(n * RECORD for n in items))
-    out = np.empty(sum(widths), np.int32)
-    code.radixpool_take(handle, ctypes.addressof(batch), ctypes.addressof(sizes), out.ctypes.data)
-    return forest_of(out, widths, sizes)
-
-
-def forest_of(out: Array, widths: tuple[int, ...], sizes: Sizes) -> Forest:
-    """Return the forest whose arrays lie in `out`, one after another."""
-    parts, done = [], 0
-    for width in widths:
-        parts.append(out[done : done + width])
-        done += width
-    rows, merge_rows, merge_starts, merge_parts, *items = parts
-    present = [(h, i) for i, h in enumerate(TILE_ROWS) if sizes.programs[i]]
-    return Forest(
-        items={h: items[i].reshape(-1, RECORD) for h, i in present},
-        programs={h: sizes.programs[i] for h, i in present},
-        rows=rows.reshape(-1, ROW_RECORD), merge_rows=merge_rows, merge_starts=merge_starts, merge_parts=merge_parts,
-        num_parts=sizes.num_parts, unique_tokens=sizes.unique_tokens, growable=bool(sizes.growable),
-        tall=bool(sizes.tall), tall_sms=sizes.tall_sms,
-    )  # fmt: skip
+    return NativeCut(code, fixed, (tables, lens, query_lens, query_starts))

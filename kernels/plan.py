@@ -17,17 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixpool.kernels.device_plan import MAX_CHANGES, DevicePlan, PlanCapacity
+from radixpool.kernels.device_plan import DevicePlan, PlanCapacity
 from radixpool.kernels.extend_plan import DECODE_QUERY_TOKENS, extend_config
 from radixpool.kernels.forest import Forest, TallKernel
 from radixpool.kernels.launch import DeviceInfo, TileConfig, tile_config
-from radixpool.kernels.native_cut import build_forest
-from radixpool.kernels.plan_step import Changes, StepWatch, TableEntries, largest
+from radixpool.kernels.native_cut import NativeCut, NumpyCut, cut_batch
+from radixpool.kernels.plan_step import Message, StepWatch, put_entries
 from radixpool.kernels.spec import AttentionSpec
 
 Int32Array = NDArray[np.int32]
-
-MAX_GROWTH_TOKENS = 64  # a re-used plan leaves each sequence's growth to its last item: up to this many tokens
+INT32 = np.iinfo(np.int32)
 
 
 @dataclass(slots=True)
@@ -46,12 +45,16 @@ class ForestPlan:
     seq_lens: Int32Array = field(init=False)
     query_lens: Int32Array = field(init=False)
     query_starts: Int32Array = field(init=False)
-    forest: Forest | None = None
     device_plan: DevicePlan | None = None
     checked: set[Any] = field(default_factory=set)
     fast: Any = None  # the fast extend path of this cut (see extend_path.py); None: not yet asked for, False: never
     watch: StepWatch | None = None  # tells steps that only grow from new batches; made at the first
     decoding: bool = False  # one query token a sequence
+
+    @property
+    def forest(self) -> Forest | None:
+        """The cut batch; the same object until it is cut anew."""
+        return None if self.device_plan is None else self.device_plan.forest
 
     @property
     def num_seqs(self) -> int:
@@ -91,7 +94,7 @@ class ForestPlan:
         """
         tables = None if block_tables is None else host_int32("block_tables", block_tables, 2)
         lens = host_int32("seq_lens", seq_lens, 1)
-        if self.same_queries(query_lens) and self.grow(lens, lambda watch: watch.changes(tables, lens)):
+        if self.same_queries(query_lens) and self.grow(lens, lambda watch, to: watch.compare(lens, tables, to)):
             return True
         self.cut(self.block_tables if tables is None else tables, lens, query_lens)
         return False
@@ -102,38 +105,35 @@ class ForestPlan:
         Query lengths stay; tables get wider where a column asks for it. No table is compared: O(lengths + changes).
         Raises `ValueError` as `update` does, and for rows that the batch does not have.
         """
+        if not len(rows) and not len(columns) and not len(blocks):
+            return self.update(None, seq_lens, self.query_lens)
         lens = host_int32("seq_lens", seq_lens, 1)
-        if not len(rows) and self.grow(lens, lambda watch: watch.changes(None, lens)):
+        entries = host_int32("rows", rows, 1), host_int32("columns", columns, 1), host_int32("blocks", blocks, 1)
+        as_many = len(entries[0]) == len(entries[1]) == len(entries[2])
+        if as_many and self.grow(lens, lambda watch, to: watch.advance(lens, entries, to)):
             return True
-        named = (("rows", rows), ("columns", columns), ("blocks", blocks))
-        arrays = (host_int32(name, values, 1) for name, values in named)
-        entries = TableEntries.checked(*arrays, num_seqs=self.num_seqs)
-        if self.grow(lens, lambda watch: watch.set(entries, lens)):
-            return True
-        self.cut(entries.put(self.block_tables.copy()), lens, self.query_lens)
+        self.cut(put_entries(self.block_tables, *entries), lens, self.query_lens)
         return False
 
     def same_queries(self, query_lens: Any | None) -> bool:
         """Return whether the given query lengths (None: one each) are those of this plan."""
-        if query_lens is None:
-            return self.decoding
+        if query_lens is None or query_lens is self.query_lens:
+            return query_lens is not None or self.decoding
         return np.array_equal(host_int32("query_lens", query_lens, 1), self.query_lens)
 
-    def grow(self, lens: Int32Array, look: Callable[[StepWatch], Changes | None]) -> bool:
+    def grow(self, lens: Int32Array, move: Callable[[StepWatch, Message], int]) -> bool:
         """Move to the given lengths if the batch only grew and the cut still fits; else return False: cut it anew."""
-        if self.forest is None or not self.forest.growable:
+        on_device = self.device_plan
+        if on_device is None or not on_device.facts.growable:
             return False
-        assert self.device_plan is not None
-        if self.watch is None:
-            self.watch = StepWatch(
-                self.block_tables, self.seq_lens, self.spec.block_size, stride=self.device_plan.table_stride,
-                max_growth=MAX_GROWTH_TOKENS, most=MAX_CHANGES,
-            )  # fmt: skip
-        changes = look(self.watch)
-        if changes is None:
+        watch = self.watch
+        if watch is None:
+            tables = on_device.host_tables()
+            room, width = min(tables.shape[1], on_device.table_stride), self.block_tables.shape[1]
+            watch = self.watch = StepWatch(tables, self.seq_lens, self.spec.block_size, width=width, room=room)
+        if not on_device.grow(lambda message: move(watch, message)):
             return False
-        self.block_tables, self.seq_lens, self.fast = self.watch.tables, lens.copy(), None
-        self.device_plan.grow(lens, *changes)
+        self.block_tables, self.seq_lens, self.fast = watch.tables, lens.copy(), None
         return True
 
     def cut(self, tables: Int32Array, seq_lens: Any, query_lens: Any | None) -> None:
@@ -143,11 +143,11 @@ class ForestPlan:
         if self.capacity is not None:
             self.capacity.check(tables, starts)
         if self.spec.backend == "triton":
-            forest = self.cut_to_fit(tables, lens, new, starts)
+            cut = self.cut_to_fit(tables, lens, new, starts)
             if self.device_plan is None:
                 self.device_plan = DevicePlan(self.spec, self.device, self.config_of, self.capacity)
-            tables = self.device_plan.upload(forest, tables, lens)
-            self.forest, self.fast = forest, None
+            self.device_plan.upload(cut, *tables.shape)
+            tables, self.fast = self.device_plan.host_tables()[:, : tables.shape[1]], None
         else:
             tables = tables.copy()
         self.block_tables, self.seq_lens, self.query_lens, self.query_starts = tables, lens, new, starts
@@ -160,18 +160,20 @@ class ForestPlan:
         extends = len(query_lens) and query_lens.max() > DECODE_QUERY_TOKENS
         return "persistent" if extends and extend_config(self.spec, self.device.arch) is not None else "plain"
 
-    def cut_to_fit(self, tables: Int32Array, lens: Int32Array, new: Int32Array, starts: Int32Array) -> Forest:
+    def cut_to_fit(
+        self, tables: Int32Array, lens: Int32Array, new: Int32Array, starts: Int32Array
+    ) -> NativeCut | NumpyCut:  # fmt: skip
         """Cut a batch into items; share less where a capacity has no room for the partial states."""
         gain = 1.0 if self.sharing == "forest" else np.inf
         while True:
-            forest = build_forest(
+            cut = cut_batch(
                 tables, lens, new, starts, self.spec, self.device, self.config_of, min_gain_bytes=gain,
                 tall_kernel=self.tall_kernel(new),
             )  # fmt: skip
-            if self.capacity is None or self.capacity.holds(forest):
-                return forest
+            if self.capacity is None or self.capacity.holds(cut.facts):
+                return cut
             if gain == np.inf:
-                raise ValueError(f"capacity: expected room for {forest.num_parts} parts, got {self.capacity}")
+                raise ValueError(f"capacity: expected room for {cut.facts.num_parts} parts, got {self.capacity}")
             gain = gain * 64 if gain < 2**40 else np.inf
 
 
@@ -202,15 +204,31 @@ _DEVICES: dict[torch.device, DeviceInfo] = {}
 
 
 def host_int32(name: str, value: Any, ndim: int) -> Int32Array:
-    """Return `value` (ndarray, tensor or nested sequence of ints) as a C-contiguous int32 host array; may be a view."""
+    """Return `value` (ndarray, tensor or nested sequence of ints) as a C-contiguous int32 host array; may be a view.
+
+    Raises `TypeError` for what is no integer, `ValueError` for another number of dimensions or a value beyond int32.
+    """
     array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
     if array.size == 0:
         array = array.astype(np.int32).reshape((0,) * ndim if array.ndim != ndim else array.shape)
     if array.dtype.kind not in "iu":
+        raise_beyond_int32(name, array)
         raise TypeError(f"{name}: expected integers, got {array.dtype}")
     if array.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimension(s), got shape {array.shape}")
+    if array.dtype != np.int32 and array.size and (array.min() < INT32.min or array.max() > INT32.max):
+        raise_beyond_int32(name, array)
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def raise_beyond_int32(name: str, array: NDArray[Any]) -> None:
+    """Raise `ValueError` if all are whole numbers, one of them beyond int32; numpy keeps the largest as objects."""
+    if array.dtype.kind == "O" and not all(isinstance(x, int) for x in array.flat):
+        return
+    if array.dtype.kind in "iuO":
+        bad = next((x for x in array.flat if not INT32.min <= x <= INT32.max), None)
+        if bad is not None:
+            raise ValueError(f"{name}: expected values from {INT32.min} to {INT32.max} (int32), got {bad}")
 
 
 def checked_batch(
@@ -260,7 +278,7 @@ def check_lengths(tables: Int32Array, lens: Int32Array, new: Int32Array | None, 
         )
     if new is not None and new.size and new.min() < 0:
         raise ValueError(f"query_lens: expected no negative length, got {new.min()}")
-    if lens.size and largest(lens) > tables.shape[1] * block_size:
+    if lens.size and (lens.min() < 0 or lens.max() > tables.shape[1] * block_size):
         if lens.min() < 0:
             raise ValueError(f"seq_lens: expected no negative length, got {lens.min()}")
         i = int(lens.argmax())

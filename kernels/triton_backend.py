@@ -19,6 +19,7 @@ from triton.runtime import driver
 from radixpool.kernels.device_attend import attend_items
 from radixpool.kernels.device_copy import merge_finished, move_blocks, rotate_rows, write_slots
 from radixpool.kernels.device_merge import merge_partials
+from radixpool.kernels.device_plan import state_width
 from radixpool.kernels.extend_path import fast_extend
 from radixpool.kernels.extend_plan import FAST_ROWS, plain_only
 from radixpool.kernels.launch import TALL_ROWS, MergeConfig, TileConfig, next_power_of_two, uses_pairs
@@ -72,6 +73,7 @@ class Features:
     alibi: bool = False
     fp8: bool = False
     same_strides: bool = True
+    watched: bool = True
     pdl: bool = False
 
 
@@ -92,7 +94,8 @@ def attend_variant(
         "CAP": features.cap, "ALIBI": features.alibi, "WINDOW": features.window, "HAS_SINKS": features.sinks,
         "HAS_LSE": features.lse, "TREE": features.tree, "FP8": features.fp8 and tile_rows >= TALL_ROWS,
         "SPLIT": config.split and not (features.window or features.token_scales or features.tree),
-        "SAME_STRIDES": features.same_strides, "PDL": features.pdl,
+        "SAME_STRIDES": features.same_strides, "STATE": state_width(spec), "WATCHED": features.watched,
+        "INTERPRETED": INTERPRETED, "PDL": features.pdl,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers:
@@ -107,8 +110,9 @@ def merge_variant(spec: AttentionSpec, config: MergeConfig, features: Features, 
     """Return the kernel that merges partial states."""
     constants = {
         "HQ": spec.num_q_heads, "DV": spec.v_head_dim, "BLOCK_DV": next_power_of_two(spec.v_head_dim),
-        "HEADS": min(config.heads, next_power_of_two(spec.num_q_heads)), "GROUPS": config.groups,
-        "BLOCK_N": config.block_n, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse, "PDL": features.pdl,
+        "STATE": state_width(spec), "HEADS": min(config.heads, next_power_of_two(spec.num_q_heads)), "GROUPS": config.groups,
+        "BLOCK_N": config.block_n, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse, "WATCHED": features.watched,
+        "INTERPRETED": INTERPRETED, "PDL": features.pdl,
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": 4}
     if chained:
@@ -130,9 +134,10 @@ class BoundCall:
         self, plan: ForestPlan, features: Features, tensors: tuple[Tensor, ...], *, fast_rows: int = 0
     ) -> None:  # fmt: skip
         spec, on_device = plan.spec, plan.device_plan
-        assert on_device is not None and on_device.part is not None and on_device.part_lse is not None
+        assert on_device is not None and on_device.workspace is not None
         q, k_pool, v_pool, k_scale, v_scale = tensors[:5]
-        sections, part, part_lse, tables = on_device.sections, on_device.part, on_device.part_lse, on_device.tables
+        sections, work, tables = on_device.sections, on_device.workspace, on_device.tables
+        states = (work.part, work.part_lse, work.marks)
         assert tables is not None
         scaled = features.head_scales or features.token_scales
         scales = (*scale_strides(k_scale), *scale_strides(v_scale)) if scaled else (0,) * 6
@@ -147,7 +152,7 @@ class BoundCall:
                 spec, plan.config_of(height, on_device.tall), height, features, pairs=pairs, chained=chained
             )
             grid = (spec.num_kv_heads, on_device.heights[height], 1)
-            fixed = (part, part_lse, tables, sections["lens"], sections[f"items{height}"], sections["rows"])
+            fixed = (*states, tables, sections["lens"], sections[f"items{height}"], sections["rows"])
             k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
             strides = (q.stride(0), q.stride(1), on_device.table_stride, *k.stride()[:3], *v.stride()[:3])
             self.items.append((Launch(variant, grid, fixed, (*strides, *scales)), pairs))
@@ -157,7 +162,7 @@ class BoundCall:
             variant = merge_variant(spec, on_device.merge, features, chained=chained and features.pdl)
             lists = (sections[name] for name in ("merge_rows", "merge_starts", "merge_parts", "counts"))
             grid = (on_device.merge_grid, -(-spec.num_q_heads // variant.constants["HEADS"]), 1)
-            self.merge = Launch(variant, grid, (part, part_lse, *lists), ())
+            self.merge = Launch(variant, grid, (*states, *lists), ())
 
     def first(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], kind: Any) -> None:
         """Launch, compiling what is not compiled yet."""
@@ -201,8 +206,8 @@ def attention(
             q, k_pool, v_pool, out=out, lse=lse, scale=scale * k_number, v_factor=v_number, soft_cap=soft_cap,
             window=window, sinks=sinks, k_scale=k_tensor, v_scale=v_tensor,
         )  # fmt: skip
-    dummy = on_device.part_lse
-    assert dummy is not None
+    assert on_device.workspace is not None
+    dummy = on_device.workspace.part_lse
     nodes, depths = (dummy, dummy) if tree is None else tree.within(window)
     tensors = (
         q, k_pool, v_pool, dummy if k_tensor is None else k_tensor, dummy if v_tensor is None else v_tensor, nodes,
@@ -220,7 +225,8 @@ def attention(
         head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
         window=window > 0, sinks=sinks is not None, lse=lse is not None, tree=tree is not None,
         alibi=alibi_slopes is not None, fp8=precision == "fp8",
-        same_strides=k_pool.stride() == v_pool.stride(), pdl=on_device.device.pdl,
+        same_strides=k_pool.stride() == v_pool.stride(), watched=plan.tall_kernel(plan.query_lens) == "plain",
+        pdl=on_device.device.pdl,
     )  # fmt: skip
     bound = BoundCall(plan, features, tensors, fast_rows=FAST_ROWS if fast else 0)
     bound.first(tensors, numbers, key)

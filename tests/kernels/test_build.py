@@ -73,7 +73,7 @@ def test_the_command_builds_a_model_and_says_what(tmp_path):
     result = outside(["-m", "radixpool.rpc.cli"], *arguments, "--jobs", "1", "--json", cache=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     built = json.loads(result.stdout)
-    assert {"attend_float16_float16_d32_m16", "merge_d32_few"} <= {b["name"] for b in built}
+    assert {"attend_float16_float16_d32_m16", "merge_d32_few", "plan_step"} <= {b["name"] for b in built}
     assert all(b["registers"] > 0 and b["seconds"] > 0 for b in built)
     assert list(tmp_path.rglob("*.cubin"))
 

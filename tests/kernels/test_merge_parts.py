@@ -1,13 +1,17 @@
 """Partial states of a row are joined as one softmax over all of them, however many there are and in any numbering."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: the torch backend runs alone")
 
-from radixpool.kernels import AttentionSpec
+import triton.language as tl
+
+from radixpool.kernels import AttentionSpec, device_merge
+from radixpool.kernels.device_plan import state_width
 from radixpool.kernels.launch import (
     FEW_PARTS,
     MANY_PARTS,
@@ -18,43 +22,100 @@ from radixpool.kernels.launch import (
     merge_config_for_any,
 )
 
+from radixpool.kernels.triton_backend import Features, merge_variant
+
 COUNTS = [0, 1, 3, 8, 9, 16, 17, 64, 70]
 
 
+@dataclass
+class States:
+    """Partial states of rows with COUNTS parts, numbered at random, and what they join to."""
+
+    heads: int
+    width: int
+    sinks: bool
+    device: str
+
+    def __post_init__(self):
+        gen = torch.Generator().manual_seed(len(COUNTS) * self.heads)
+        total = sum(COUNTS)
+        self.spec = AttentionSpec(
+            num_q_heads=self.heads, num_kv_heads=1, head_dim=self.width, block_size=16, device=self.device,
+            backend="triton",
+        )  # fmt: skip
+        self.number = torch.randperm(total, generator=gen).to(torch.int32)
+        self.part = torch.randn(total, self.heads, self.width, generator=gen)
+        self.part_lse = torch.randn(total, self.heads, generator=gen) * 20
+        self.part_lse[torch.rand(total, self.heads, generator=gen) < 0.2] = -math.inf
+        self.sink = torch.randn(self.heads, generator=gen) * 5
+        self.starts = torch.tensor([0, *torch.tensor(COUNTS).cumsum(0), total], dtype=torch.int32)
+        self.rows = torch.randperm(len(COUNTS) + 2, generator=gen)[: len(COUNTS) + 1].to(torch.int32)
+
+    def marked(self, phase):
+        """The states as items leave them: padded to whole words of four, each with the phase of the call."""
+        padded = torch.nn.functional.pad(self.part, (0, state_width(self.spec) - self.width))
+        return [
+            x if phase is None else ((x.contiguous().view(torch.int32) & -2) | phase).view(torch.float32)
+            for x in (padded, self.part_lse)
+        ]
+
+    def merge(self, config, marks, phase):
+        """Launch the merge over states of a phase (None: not watched); return output and LSE of all rows."""
+        features = Features(sinks=self.sinks, lse=True, watched=phase is not None)
+        variant = merge_variant(self.spec, config, features, chained=False)
+        out = torch.full((len(COUNTS) + 2, self.heads, self.width), math.nan, device=self.device)
+        lse = torch.full((len(COUNTS) + 2, self.heads), math.nan, device=self.device)
+        count = torch.tensor([len(COUNTS)], dtype=torch.int32)
+        tensors = (self.sink, *self.marked(phase), marks, self.rows, self.starts, self.number, count)
+        programs = -(-self.heads // variant.constants["HEADS"])
+        variant.launch((len(COUNTS) + 1, programs, 1), (out, lse, *(t.to(self.device) for t in tensors)))
+        return out.cpu(), lse.cpu()
+
+    def check(self, out, lse):
+        natural = self.part_lse.double() * math.log(2)
+        for i, row in enumerate(self.rows[:-1].tolist()):
+            mine = self.number[int(self.starts[i]) : int(self.starts[i + 1])].long()
+            logits = torch.cat([natural[mine], self.sink.double()[None]]) if self.sinks else natural[mine]
+            want_lse = logits.logsumexp(0) if len(logits) else torch.full((self.heads,), -math.inf).double()
+            weights = (natural[mine] - torch.where(want_lse.isinf(), 0.0, want_lse)).exp()
+            want = (weights[..., None] * self.part[mine]).sum(0)
+            torch.testing.assert_close(out[row].double(), want, atol=2e-5, rtol=0)
+            torch.testing.assert_close(lse[row].double(), want_lse, atol=1e-4, rtol=0)
+        untouched = sorted(set(range(len(COUNTS) + 2)) - set(self.rows[:-1].tolist()))
+        assert out[untouched].isnan().all() and lse[untouched].isnan().all()
+
+
+def fresh_marks(device):
+    return torch.zeros(1 + (len(COUNTS) + 1) * 16, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("config", [FEW_PARTS, SOME_PARTS, MANY_PARTS, MergeConfig(2, 2, 4)], ids=str)
-@pytest.mark.parametrize(("heads", "width", "sinks"), [(7, 80, False), (2, 32, True), (1, 64, False)])
-def test_parts_join_to_one_softmax(config, heads, width, sinks, device):
-    from radixpool.kernels.triton_backend import Features, merge_variant
+@pytest.mark.parametrize(("heads", "width", "sinks"), [(7, 80, False), (2, 33, True), (1, 64, False)])
+def test_parts_join_to_one_softmax(config, heads, width, sinks, watched, device):
+    states = States(heads, width, sinks, device)
+    states.check(*states.merge(config, fresh_marks(device), 1 if watched else None))
 
-    gen = torch.Generator().manual_seed(len(COUNTS) * heads)
-    spec = AttentionSpec(
-        num_q_heads=heads, num_kv_heads=1, head_dim=width, block_size=16, device=device, backend="triton"
-    )
-    total = sum(COUNTS)
-    number = torch.randperm(total, generator=gen).to(torch.int32)
-    part = torch.randn(total, heads, width, generator=gen)
-    part_lse = torch.randn(total, heads, generator=gen) * 20
-    part_lse[torch.rand(total, heads, generator=gen) < 0.2] = -math.inf
-    sink = torch.randn(heads, generator=gen) * 5
-    starts = torch.tensor([0, *torch.tensor(COUNTS).cumsum(0), total], dtype=torch.int32)
-    rows = torch.randperm(len(COUNTS) + 2, generator=gen)[: len(COUNTS) + 1].to(torch.int32)
-    out = torch.full((len(COUNTS) + 2, heads, width), math.nan, device=device)
-    lse = torch.full((len(COUNTS) + 2, heads), math.nan, device=device)
-    variant = merge_variant(spec, config, Features(sinks=sinks, lse=True), chained=False)
-    programs = -(-heads // variant.constants["HEADS"])
-    tensors = (sink, part, part_lse, rows, starts, number, torch.tensor([len(COUNTS)], dtype=torch.int32))
-    variant.launch((len(COUNTS) + 1, programs, 1), (out, lse, *(t.to(device) for t in tensors)))
 
-    natural = part_lse.double() * math.log(2)
-    for i, row in enumerate(rows[:-1].tolist()):
-        mine = number[int(starts[i]) : int(starts[i + 1])].long()
-        logits = torch.cat([natural[mine], sink.double()[None]]) if sinks else natural[mine]
-        want_lse = logits.logsumexp(0) if len(logits) else torch.full((heads,), -math.inf, dtype=torch.float64)
-        weights = (natural[mine] - torch.where(want_lse.isinf(), 0.0, want_lse)).exp()
-        torch.testing.assert_close(out[row].cpu().double(), (weights[..., None] * part[mine]).sum(0), atol=1e-5, rtol=0)
-        torch.testing.assert_close(lse[row].cpu().double(), want_lse, atol=1e-4, rtol=0)
-    untouched = sorted(set(range(len(COUNTS) + 2)) - set(rows[:-1].tolist()))
-    assert out[untouched].isnan().all() and lse[untouched].isnan().all()
+def test_the_phase_changes_from_call_to_call_and_never_shows(device):
+    states, marks = States(3, 32, False, device), fresh_marks(device)
+    results = []
+    for phase in (1, 0, 1):
+        results.append(states.merge(FEW_PARTS, marks, phase))
+        assert marks[0].item() == phase
+    for out, lse in results:
+        states.check(out, lse)
+        torch.testing.assert_close(out, results[0][0], atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(lse, results[0][1], atol=0, rtol=0, equal_nan=True)
+
+
+def test_a_state_that_never_comes_makes_its_row_nan(device, monkeypatch):
+    """A plan that two streams use at once loses states: its rows are given up after a while, not waited for."""
+    monkeypatch.setattr(device_merge, "PATIENCE", tl.constexpr(3))
+    states = States(2, 32, False, device)
+    out, _ = states.merge(MergeConfig(2, 1, 16), fresh_marks(device), 0)
+    waiting = [row for row, count in zip(states.rows.tolist(), COUNTS, strict=False) if count]
+    assert out[waiting].isnan().all()
 
 
 def test_the_choice_follows_the_parts_of_a_row():

@@ -1,5 +1,6 @@
 """The C twin of the cut: the same items as numpy's, bit for bit; steps that keep a cut; machines without a compiler."""
 
+import contextlib
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixpool.kernels import AttentionSpec, forest, native, native_cut, plan_step
+from radixpool.kernels import AttentionSpec, PlanCapacity, forest, native, native_cut, plan_step
+from radixpool.kernels.device_plan import DevicePlan
+from radixpool.kernels.forest_pack import CutFacts, Layout, unpack
 from radixpool.kernels.launch import DeviceInfo, TileConfig
 
 HEADS = [(8, 8), (8, 2), (9, 3), (32, 8), (48, 1)]
@@ -49,7 +52,12 @@ def both(tables, lens, new, spec, sms=132, **options):
     starts = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(new, out=starts[1:])
     arguments = (np.ascontiguousarray(tables), lens, new, starts, spec, DeviceInfo(90, sms, True), config_of)
-    return forest.build_forest(*arguments, **options), native_cut.build_forest(*arguments, **options)
+    cut = native_cut.cut_batch(*arguments, **options)
+    widths = (16, len(lens), 4 * cut.facts.num_rows, *[cut.facts.num_rows + 1] * 2, cut.facts.num_parts)
+    layout = Layout.of((*widths, *(16 * n for n in cut.facts.items), tables.size), cut.facts.programs, tables.shape[1])
+    host = torch.full((layout.total,), -7, dtype=torch.int32)
+    cut.pack(layout, host)
+    return forest.build_forest(*arguments, **options), unpack(cut.facts, layout, host.numpy())
 
 
 def assert_same(want, got):
@@ -70,6 +78,26 @@ def assert_same(want, got):
 )  # fmt: skip
 def test_the_same_cut_bit_for_bit(drawn, gain, sms, tall_kernel):
     assert_same(*both(*drawn, sms, min_gain_bytes=gain, tall_kernel=tall_kernel))
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches(), st.booleans())
+def test_the_same_bytes_for_the_device(drawn, fixed):
+    """Every section of the buffer, empty items of idle programs too; what belongs to none is written by neither."""
+    tables, lens, new, spec = drawn
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    device = DeviceInfo(90, 132, True)
+    arguments = np.ascontiguousarray(tables), lens, new, starts, spec, device, config_of
+    native_one = native_cut.cut_batch(*arguments)
+    numpy_one = native_cut.NumpyCut(forest.build_forest(*arguments), *arguments[:2])
+    assert native_one.facts == numpy_one.facts == CutFacts.of(numpy_one.forest)
+    capacity = PlanCapacity(50, 80, max_rows=20_000, max_parts=50_000) if fixed else None
+    layout = DevicePlan(spec, device, config_of, capacity).lay_out(native_one.facts, *tables.shape)
+    hosts = [torch.full((layout.total,), -7, dtype=torch.int32) for _ in range(2)]
+    native_one.pack(layout, hosts[0])
+    numpy_one.pack(layout, hosts[1])
+    assert torch.equal(*hosts)
+    assert_same(numpy_one.forest, unpack(native_one.facts, layout, hosts[0].numpy()))
 
 
 def test_tall_and_narrow_tiles_get_processors_of_their_own():
@@ -113,6 +141,21 @@ KINDS = st.sampled_from(["grow", "grow", "change", "shrink"])
 STEPS = st.lists(st.tuples(st.integers(0, 2**32 - 1), KINDS), max_size=6)
 
 
+def watched(tables, lens, block_size):
+    """Return a watch of 12 columns that allows 5 tokens and 16 entries, and a message for it."""
+    whole = np.full((len(tables), 14), 55, np.int32)
+    whole[:, : tables.shape[1]] = tables
+    options = {"width": tables.shape[1], "room": 12, "max_growth": 5, "most": 16}
+    return plan_step.StepWatch(whole, lens, block_size, **options), plan_step.Message(np.full(64, -5, np.int32))
+
+
+@contextlib.contextmanager
+def without_the_library():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_step, "library", lambda: None)
+        yield
+
+
 @settings(max_examples=200, deadline=None)
 @given(count=st.integers(0, 6), width=st.integers(1, 9), block_size=st.sampled_from([1, 4]), steps=STEPS)
 def test_steps_are_told_from_new_batches(count, width, block_size, steps):
@@ -120,8 +163,7 @@ def test_steps_are_told_from_new_batches(count, width, block_size, steps):
     rng = np.random.default_rng(width)
     tables = rng.integers(0, 50, (count, width)).astype(np.int32)
     lens = rng.integers(0, width * block_size + 1, count).astype(np.int32)
-    options = {"stride": 12, "max_growth": 5, "most": 16}
-    watches = [plan_step.StepWatch(tables.copy(), lens, block_size, **options) for _ in range(2)]
+    (native_one, message), (numpy_one, other) = (watched(tables, lens, block_size) for _ in range(2))
     device = np.full((count, 12), -9)
     device[:, :width] = tables
     planned = lens
@@ -136,29 +178,67 @@ def test_steps_are_told_from_new_batches(count, width, block_size, steps):
             step[row, -(-int(lens[row]) // block_size) :] = rng.integers(0, 50)
         if kind == "change" and count:
             step[rng.integers(count), rng.integers(width)] = 99
-        found = watches[0].changes(step, grown)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plan_step, "library", lambda: None)
-            other = watches[1].changes(step, grown)
+        found = native_one.compare(grown, step, message)
+        with without_the_library():
+            assert numpy_one.compare(grown, step, other) == found
         used = -(-lens // block_size)
         fits = (
             width <= 12 and (used <= width).all() and (grown <= width * block_size).all() and (grown >= planned).all()
             and (grown - planned <= 5).all()
             and all((step[r, :u] == tables[r, :u]).all() for r, u in enumerate(used.tolist()))
         )  # fmt: skip
-        assert (found is None) == (other is None)
-        if found is None:
+        if found == plan_step.NO_GROWTH:
             assert not fits or sum((step[r, used[r] :] != -7).sum() for r in range(count)) > 16
             return
         assert fits
-        np.testing.assert_array_equal(found[0], other[0])
-        np.testing.assert_array_equal(found[1], other[1])
-        device.reshape(-1)[found[0]] = found[1]
+        rows, columns, blocks = changes = message.changes(count, 16)[:, :found]
+        np.testing.assert_array_equal(changes, other.changes(count, 16)[:, :found])
+        for told in (message, other):
+            np.testing.assert_array_equal(told.body[:count], grown)
+        device[rows, columns] = blocks
         for row, length in enumerate(grown.tolist()):
             needed = -(-length // block_size)
             assert (device[row, :needed] == step[row, :needed]).all()
-        np.testing.assert_array_equal(watches[0].tables, step)
+        np.testing.assert_array_equal(native_one.tables, step)
+        np.testing.assert_array_equal(numpy_one.tables, step)
         tables, lens = step, grown
+
+
+ENTRY = st.tuples(st.integers(-1, 4), st.integers(-1, 13), st.integers(0, 99))
+
+
+@settings(max_examples=300, deadline=None)
+@given(given=st.lists(ENTRY, max_size=20), grown=st.integers(-1, 6), seed=st.integers(0, 99))
+def test_entries_are_put_alike(given, grown, seed):
+    """Compiled and numpy watches agree on entries by name: doubles (the last counts), outside the tables, too many."""
+    rng = np.random.default_rng(seed)
+    tables, lens = rng.integers(0, 50, (4, 9)).astype(np.int32), rng.integers(0, 30, 4).astype(np.int32)
+    entries = tuple(np.ascontiguousarray(column) for column in np.array(given, np.int32).reshape(-1, 3).T)
+    (native_one, message), (numpy_one, other) = (watched(tables, lens, 4) for _ in range(2))
+    step = (lens + grown).astype(np.int32)
+    found = native_one.advance(step, entries, message)
+    with without_the_library():
+        assert numpy_one.advance(step, entries, other) == found
+    rows, columns, blocks = (e.tolist() for e in entries)
+    names_entries = all(
+        0 <= row < 4 and 0 <= column < 12 and column * 4 >= lens[row] for row, column in zip(rows, columns, strict=True)
+    )
+    width = max([9, *(column + 1 for column in columns)])
+    fits = names_entries and len(rows) <= 16 and 0 <= grown <= 5 and (step <= 4 * width).all()
+    assert (found != plan_step.NO_GROWTH) == fits
+    if not fits:
+        return
+    assert found == len(rows)
+    want = np.full((4, width), -1, np.int32)
+    want[:, :9] = tables
+    for row, column, block in zip(rows, columns, blocks, strict=True):
+        want[row, column] = block
+    for watch, told in ((native_one, message), (numpy_one, other)):
+        np.testing.assert_array_equal(watch.tables, want)
+        np.testing.assert_array_equal(told.body[:4], step)
+        changes = told.changes(4, 16)[:, :found]
+        assert changes[:2].tolist() == [rows, columns]
+        np.testing.assert_array_equal(changes[2], want[rows, columns])
 
 
 @pytest.mark.parametrize("cc", ["no-such-compiler", "false"])
@@ -174,7 +254,7 @@ def test_without_a_working_compiler_numpy_plans(monkeypatch, tmp_path, caplog, c
         batch = tables, np.full(4, 200, np.int32), np.ones(4, np.int32), AttentionSpec(8, 2, 32, 16, backend="torch")
         assert_same(*both(*batch))
         assert native_cut.library() is None
-        assert "forest_cut.c is not compiled, numpy does its work" in caplog.text
+        assert "forest_step.c is not compiled, numpy does its work" in caplog.text
         assert not list(tmp_path.rglob("*.so"))
     finally:
         native.load.cache_clear()
@@ -188,7 +268,7 @@ def test_code_is_compiled_once_for_equal_constants(monkeypatch, tmp_path):
     written = first.stat().st_mtime_ns
     assert native.build(native_cut.SOURCES, constants) == first and first.stat().st_mtime_ns == written
     assert native.build(native_cut.SOURCES, constants | {"CUT_TOKENS": 32}) != first
-    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["forest_cut.so"] * 2
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["forest_step.so"] * 2
 
 
 def test_processes_that_compile_at_once_all_get_the_library(tmp_path):

@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from radixpool.kernels import PlanCapacity, plan_forest
-from radixpool.kernels.device_plan import MAX_CHANGES
-from radixpool.kernels.plan import MAX_GROWTH_TOKENS
+from radixpool.kernels.plan_step import MAX_CHANGES, MAX_GROWTH_TOKENS
 
 BOTH = pytest.mark.parametrize("backend", ["torch", "triton"])
 CAPACITY = PlanCapacity(max_seqs=4, max_blocks=40)

@@ -48,6 +48,7 @@ from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.limits import EngineLimits
 from radixpool.rpc.worker.model import ModelRunner, computed_in, load_model
 from radixpool.rpc.worker.model_source import find_model, pool_spec_for
+from radixpool.rpc.worker.process import capture_graphs
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource
 
 BLOCK_SIZE = 16
@@ -126,15 +127,16 @@ class Stopwatch:
 class Bench:
     """One engine over a cache of this process, with stopwatches around the model and the cache."""
 
-    def __init__(self, model_name: str, device: Device, dtype: KvDtype, sizes: Sizes, graphed_tokens: int) -> None:
+    def __init__(
+        self, model_name: str, device: Device, dtype: KvDtype, sizes: Sizes, graphed_tokens: int | None
+    ) -> None:
         source = find_model(model_name)
         spec = pool_spec_for(source, num_blocks=sizes.num_blocks, block_size=BLOCK_SIZE, dtype=dtype)
         pool = private_pool(spec, str(device))
         model = load_model(source, dtype=computed_in(pool.k[0].dtype, device), device=str(device))
         runner = ModelRunner(model, pool)
         if device.is_cuda:
-            if graphed_tokens:
-                runner.capture_graphs(graphed_tokens)
+            capture_graphs(runner, graphed_tokens, token_budget=sizes.token_budget)
             runner.warm_up(sizes.token_budget)
         port = LocalPort(RadixCache(num_blocks=sizes.num_blocks, block_size=BLOCK_SIZE))
         self.clock = time.perf_counter if device.is_cuda else time.thread_time
@@ -313,7 +315,7 @@ def main(
     model: str,
     device: Device,
     dtype: str | None,
-    graphed_tokens: int,
+    graphed_tokens: int | None,
     prompt_tokens: tuple[int, ...],
     questions: tuple[str, ...],
     repeats: int,

@@ -37,9 +37,8 @@ def graphed_tokens_option(command: Command) -> Command:
     return click.option(
         "--graphed-tokens",
         type=click.IntRange(0),
-        default=256,
-        show_default=True,
-        help="On a GPU: run steps of up to so many tokens as CUDA graphs; 0 for none.",
+        help="On a GPU: run steps of up to so many tokens as CUDA graphs; 0 for none."
+        "  [default: as long as a step takes longer to launch than to compute, measured at the start]",
     )(command)
 
 

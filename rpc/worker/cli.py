@@ -75,7 +75,7 @@ def command(
     name: str,
     device: Device,
     attention: Backend | None,
-    graphed_tokens: int,
+    graphed_tokens: int | None,
     threads: int,
     token_budget: int | None,
     reserve_tokens: int,

@@ -46,7 +46,7 @@ class WorkerOptions:
     credentials: file of the tokens that callers need, as a manager's; empty lets in whoever can reach the address.
     device: where the model runs, and the pool lies.
     attention: which kernels attend; None: plain torch on the CPU, Triton on a GPU.
-    graphed_tokens: steps of up to so many tokens run as CUDA graphs; 0 for none.
+    graphed_tokens: steps of up to so many tokens run as CUDA graphs; 0 for none, None for as many as it pays.
     token_budget: see `EngineLimits`; 0: 256 on the CPU, 4096 on a GPU.
     reserve_tokens, max_running, max_waiting: see `EngineLimits`.
     connect_timeout_s: how long manager and pool may be out of reach at the start.
@@ -58,7 +58,7 @@ class WorkerOptions:
     credentials: str = ""
     device: Device = CPU
     attention: Backend | None = None
-    graphed_tokens: int = 256
+    graphed_tokens: int | None = None
     token_budget: int = 0
     reserve_tokens: int = 64
     max_running: int = 64
@@ -126,10 +126,22 @@ def _load(source: ModelSource, device: Device, pool: KvPool) -> Any:
 def _prepare(runner: ModelRunner, options: WorkerOptions) -> None:
     """Compile and capture before the first request comes."""
     started = time.monotonic()
-    if options.graphed_tokens and options.attention != "torch":  # which plans on the host, anew for each step
-        runner.capture_graphs(options.graphed_tokens)
+    graphed = 0
+    if options.attention != "torch":  # which plans on the host, anew for each step
+        graphed = capture_graphs(runner, options.graphed_tokens, token_budget=_token_budget(options))
     runner.warm_up(_token_budget(options))
-    log.info("kernels and graphs are ready after %.1f s", time.monotonic() - started)
+    ready_s = time.monotonic() - started
+    log.info("kernels are ready after %.1f s, and graphs for steps of up to %d tokens", ready_s, graphed)
+
+
+def capture_graphs(runner: ModelRunner, graphed_tokens: int | None, *, token_budget: int) -> int:
+    """Capture CUDA graphs for steps of up to `graphed_tokens`, by default as many as it pays; return for how many."""
+    if graphed_tokens is None:
+        graphed_tokens = runner.launch_bound_tokens(token_budget)
+    graphed = min(graphed_tokens, token_budget)
+    if graphed:
+        runner.capture_graphs(graphed)
+    return graphed
 
 
 def _token_budget(options: WorkerOptions) -> int:

@@ -302,3 +302,28 @@ def test_missing_weights_are_not_made_up(tiny_model, tmp_path):
 
 def test_end_of_sequence_comes_from_the_model(model):
     assert end_of_sequence_ids(model) == {2}
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "limit", "expected"),
+    [
+        ({1: 28, 512: 29, 1024: 28, 2048: 30, 4096: 36}, 4096, 4096),  # nothing but launches
+        ({1: 28, 512: 29, 1024: 36, 2048: 60}, 4096, 1024),
+        ({1: 28, 512: 40}, 4096, 256),
+        ({1: 28, 512: 28, 1000: 28}, 1000, 1000),
+        ({1: 28}, 100, 100),
+    ],
+)
+def test_steps_are_captured_as_long_as_launching_them_takes_longer(
+    source, model, monkeypatch, times_ms, limit, expected
+):
+    runner = System(source, model).runner
+    monkeypatch.setattr(runner, "_step_time_s", lambda tokens: times_ms[tokens] / 1000)
+    assert runner.launch_bound_tokens(limit) == expected
+
+
+def test_a_step_is_timed_without_its_first_run(source, model, monkeypatch):
+    runner = System(source, model).runner
+    clock = iter([0, 9, 10, 12, 20, 21, 30, 33])
+    monkeypatch.setattr("radixpool.rpc.worker.model.time.perf_counter", lambda: next(clock))
+    assert runner._step_time_s(3) == 1

@@ -100,9 +100,7 @@ class Quarantine:
         del self.completed[worker], self._waiting[worker]
 
     def retire_worker(self, worker: str) -> None:
-        """Forget a dead worker, but leave what waits for it to `pass_retired`."""
-        if worker not in self.completed:
-            raise UnknownWorker(worker)
+        """Forget a registered worker that is dead, but leave what waits for it to `pass_retired`."""
         del self.completed[worker]
         self._retired += self._waiting.pop(worker)
         heapify(self._retired)

@@ -106,6 +106,7 @@ def test_bad_settings(options, error, message) -> None:
         ({"media": [MediaSpan(1, 0, b"x")]}, ValueError, r"media\[0\] must begin at or after token 0"),
         ({"media": [MediaSpan(1, 3, b"x")]}, ValueError, r"media\[0\] covers tokens 1 to 3, there are 3"),
         ({"media": [MediaSpan(1, 1, b"")]}, TypeError, r"media\[0\].digest must be non-empty bytes"),
+        ({"media": [MediaSpan(1, 1, b"x" * 257)]}, ValueError, r"media\[0\].digest must be at most 256 bytes, not 257"),
         (
             {"media": [MediaSpan(0, 2, b"x"), MediaSpan(1, 1, b"y")]},
             ValueError,
@@ -186,6 +187,7 @@ def test_bad_fences_change_nothing() -> None:
             call()
     assert cache.complete_step("gpu", 3) == cache.complete_step("gpu", 2) == 0
     assert cache.workers() == {"gpu": 3}
+    assert (cache.completed_step("gpu"), cache.completed_step("cpu")) == (3, None)
     assert cache.next_step_fence() == {"gpu": 4}
 
 

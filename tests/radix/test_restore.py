@@ -15,6 +15,7 @@ from radixpool.radix.cache import RadixCache
 from radixpool.radix.errors import EventsLost, PoolExhausted
 from radixpool.radix.events import EventLog
 from radixpool.radix.eviction import available_policies
+from radixpool.radix.media import MediaSpan, mark_blocks
 from radixpool.radix.namespace import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.rebuild import FORMER_INCARNATION, lift_fence, restore_blocks
 from radixpool.radix.restore import ORPHAN, ROOT, LooseBlocks, RestorePlan, plan_restore
@@ -184,9 +185,9 @@ def test_the_plan_is_what_a_naive_reader_finds(loose: LooseBlocks) -> None:
 # --- the builder
 
 
-def restored(loose: LooseBlocks, *, quarantined: npt.NDArray[np.int32] = NONE, num_blocks: int = 32) -> RadixCache:
-    cache = RadixCache(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    restore_blocks(cache, plan_restore(loose), namespaces=NAMESPACES, media={}, quarantined=quarantined)
+def restored(loose: LooseBlocks, *, quarantined=NONE, media=None, num_blocks: int = 32, **options) -> RadixCache:
+    cache = RadixCache(num_blocks=num_blocks, block_size=BLOCK_SIZE, **options)
+    restore_blocks(cache, plan_restore(loose), namespaces=NAMESPACES, media=media or {}, quarantined=quarantined)
     cache.check()
     return cache
 
@@ -204,6 +205,17 @@ def test_restored_prefixes_are_found_at_once_and_evicted_only_after_the_fence() 
     assert cache.stats().cached_blocks == 4
     assert cache.evict(4).num_blocks == 4
     cache.check()
+
+
+def test_a_restored_block_under_media_is_found_with_its_content_only() -> None:
+    """In the middle of a path, and as its beginning."""
+    keys = {7: mark_blocks([MediaSpan(2, 2, b"cat")], 4, BLOCK_SIZE)[1]}
+    keys[8] = mark_blocks([MediaSpan(0, 2, b"dog")], 2, BLOCK_SIZE)[0]
+    cache = restored(loose_blocks([ROOT, 0, 1, ROOT], tokens=[5, 6, 7, 5], media=[0, 7, 0, 8]), media=keys)
+    tokens = [5, 0, 6, 0, 7, 0]
+    assert cache.match(tokens, media=[MediaSpan(2, 2, b"cat")]).blocks.tolist() == [10, 11, 12]
+    assert cache.match(tokens, media=[MediaSpan(0, 2, b"dog")]).blocks.tolist() == [13]
+    assert cache.match(tokens).blocks.tolist() == [10]
 
 
 def test_uncommitted_blocks_stay_out_until_the_fence() -> None:
@@ -338,9 +350,7 @@ def test_only_a_new_cache_of_the_same_block_size_is_restored() -> None:
 
 def test_restored_runs_are_told_as_events() -> None:
     """A follower from the beginning finds what the tree finds."""
-    cache = RadixCache(num_blocks=32, block_size=BLOCK_SIZE, events=EventLog())
-    loose = loose_blocks([ROOT, 0, 1, 1, ROOT], namespaces=[1, 1, 1, 1, 2])
-    restore_blocks(cache, plan_restore(loose), namespaces=NAMESPACES, media={}, quarantined=NONE)
+    cache = restored(loose_blocks([ROOT, 0, 1, 1, ROOT], namespaces=[1, 1, 1, 1, 2]), events=EventLog())
     events = cache.events.since(0)
     told = [(event.namespace, event.parent, event.start, event.tokens, event.blocks) for event in events]
     snapshot = [(run.namespace, run.parent, run.start, run.tokens, run.blocks) for run in cache.snapshot().stored]
@@ -349,8 +359,7 @@ def test_restored_runs_are_told_as_events() -> None:
 
 
 def test_more_restored_runs_than_the_log_keeps_are_lost_like_any_events() -> None:
-    cache = RadixCache(num_blocks=32, block_size=BLOCK_SIZE, events=EventLog(capacity=2))
-    restore_blocks(cache, plan_restore(loose_blocks([ROOT] * 5)), namespaces=NAMESPACES, media={}, quarantined=NONE)
+    cache = restored(loose_blocks([ROOT] * 5), events=EventLog(capacity=2))
     assert cache.events.last_seq == 5
     assert [(event.seq, event.blocks[0]) for event in cache.events.since(3)] == [(4, 13), (5, 14)]
     with pytest.raises(EventsLost):
@@ -359,10 +368,7 @@ def test_more_restored_runs_than_the_log_keeps_are_lost_like_any_events() -> Non
 
 @pytest.mark.parametrize("policy", sorted(available_policies()))
 def test_every_policy_takes_over_what_is_restored(policy: str) -> None:
-    cache = RadixCache(num_blocks=32, block_size=BLOCK_SIZE, policy=policy)
-    loose = loose_blocks([ROOT, 0, 1, 1, ROOT], last_uses=[1, 1, 2, 4, 3])
-    restore_blocks(cache, plan_restore(loose), namespaces=NAMESPACES, media={}, quarantined=NONE)
-    cache.check()
+    cache = restored(loose_blocks([ROOT, 0, 1, 1, ROOT], last_uses=[1, 1, 2, 4, 3]), policy=policy)
     assert not lift_fence(cache)
     cache.check()
     cache.release(cache.acquire([0, 0, 1, 0, 3, 0, 7]))

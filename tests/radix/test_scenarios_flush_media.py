@@ -128,6 +128,7 @@ def test_media_may_come_with_an_extension(letters) -> None:
     with pytest.raises(ValueError, match="media\\[0\\] must begin among the new tokens, at 3 or later, not 2"):
         box.cache.extend(seq, [1, 1], media=[MediaSpan(2, 1, b"x")])
     box.cache.extend(seq, [ord("#")] * 3, media=[MediaSpan(3, 3, b"cat")])
+    assert sorted(seq.media_keys) == [1, 2]
     box.com(seq, 6)
     box.cache.rewind(seq, 6)
     box.rel(seq)

@@ -54,6 +54,7 @@ class Listener:
     def bind(self, server: grpc.Server, credentials: grpc.ServerCredentials | None = None) -> None:
         """Make `server` listen. Raises AddressInUse, AddressUnavailable."""
         if isinstance(self._requested, UnixAddress):
+            _require_room(Path(self._requested.path))
             self._lock_fd = _lock(Path(f"{self._requested.path}.lock"))
         else:
             _probe(self._requested)
@@ -85,6 +86,12 @@ def _add_port(server: grpc.Server, address: Address, credentials: grpc.ServerCre
     if credentials is None:
         return server.add_insecure_port(address.target)
     return server.add_secure_port(address.target, credentials)
+
+
+def _require_room(path: Path) -> None:
+    """Raise AddressUnavailable where something else than a socket lies: gRPC would only say that it cannot bind."""
+    if path.exists() and not path.is_socket():
+        raise AddressUnavailable(f"cannot listen on unix:{path}: it exists and is not a socket")
 
 
 def _lock(path: Path) -> int:

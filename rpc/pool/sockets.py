@@ -8,6 +8,7 @@ Whoever connects is checked by the kernel's word for its user id, not by what it
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -15,6 +16,7 @@ import threading
 from pathlib import Path
 
 from radixpool.radix.errors import RadixPoolError
+from radixpool.rpc.errors import AddressInUse, AddressUnavailable
 from radixpool.rpc.failpoints import failpoint
 
 _MAX_PATH_BYTES = 107
@@ -33,6 +35,7 @@ class DescriptorServer:
     """Give one descriptor, with a 16-byte tag, to every connection of this user until closed.
 
     Invariant: the descriptor stays the caller's; closing the server does not close it.
+    Raises AddressInUse or AddressUnavailable when it cannot listen at `address`, ValueError for one that is too long.
     """
 
     def __init__(self, address: str, descriptor: int, *, tag: bytes) -> None:
@@ -106,6 +109,10 @@ def _listen(address: str) -> socket.socket:
         if not address.startswith("@"):
             Path(address).chmod(0o600)
         listener.listen()
+    except OSError as error:
+        listener.close()
+        kind = AddressInUse if error.errno == errno.EADDRINUSE else AddressUnavailable
+        raise kind(f"cannot hand out the pool at {address}: {error.strerror}") from None
     except BaseException:
         listener.close()
         raise
@@ -113,14 +120,14 @@ def _listen(address: str) -> socket.socket:
 
 
 def remove_stale_socket(path: str) -> None:
-    """Remove a unix socket that a killed process left. Raises FileExistsError for one in use or another file."""
+    """Remove a unix socket that a killed process left. Raises AddressInUse, AddressUnavailable for another file."""
     if not Path(path).exists():
         return
     if not Path(path).is_socket():
-        raise FileExistsError(f"{path} exists and is not a socket")
+        raise AddressUnavailable(f"{path} exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if probe.connect_ex(path) == 0:
-            raise FileExistsError(f"another process serves {path}")
+            raise AddressInUse(f"another process serves {path}")
     Path(path).unlink(missing_ok=True)
 
 

@@ -52,7 +52,7 @@ def test_what_a_dead_manager_left_is_taken_over(socket_dir):
 
 def test_a_file_that_is_no_socket_is_left_alone(socket_dir):
     (socket_dir / "x.sock").write_text("precious")
-    with pytest.raises(AddressUnavailable):
+    with pytest.raises(AddressUnavailable, match="it exists and is not a socket"):
         attempt(f"unix:{socket_dir}/x.sock")
     assert (socket_dir / "x.sock").read_text() == "precious"
     assert not (socket_dir / "x.sock.lock").exists()

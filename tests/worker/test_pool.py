@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixpool.rpc.errors import PoolMismatch
+from radixpool.rpc.errors import AddressInUse, AddressUnavailable, PoolMismatch
 from radixpool.rpc.pool.attach import attach
 from radixpool.rpc.pool.geometry import pool_bytes, pool_shape, require_complete
 from radixpool.rpc.pool.holder import PoolHolder
@@ -218,7 +218,7 @@ def test_a_path_socket_is_private_and_removed_and_a_stale_one_is_replaced(descri
         killed.bind(str(path))
     server = DescriptorServer(str(path), descriptor, tag=b"a" * 16)
     assert path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(FileExistsError, match="another process serves"):
+    with pytest.raises(AddressInUse, match="another process serves"):
         DescriptorServer(str(path), descriptor, tag=b"b" * 16)
     os.close(receive_descriptor(str(path), tag=b"a" * 16))
     server.close()
@@ -228,9 +228,20 @@ def test_a_path_socket_is_private_and_removed_and_a_stale_one_is_replaced(descri
 def test_a_file_that_is_no_socket_is_left_alone(descriptor, short_dir):
     path = short_dir / "precious"
     path.write_text("data")
-    with pytest.raises(FileExistsError, match="not a socket"):
+    with pytest.raises(AddressUnavailable, match="not a socket"):
         DescriptorServer(str(path), descriptor, tag=b"a" * 16)
     assert path.read_text() == "data"
+
+
+def test_a_place_where_no_socket_can_be_is_named(descriptor):
+    with pytest.raises(AddressUnavailable, match="cannot hand out the pool at /proc/x/y: No such file or directory"):
+        DescriptorServer("/proc/x/y", descriptor, tag=b"a" * 16)
+    server = DescriptorServer("@radixpool-test-taken", descriptor, tag=b"a" * 16)
+    try:
+        with pytest.raises(AddressInUse, match="cannot hand out the pool at @radixpool-test-taken"):
+            DescriptorServer("@radixpool-test-taken", descriptor, tag=b"a" * 16)
+    finally:
+        server.close()
 
 
 def test_a_socket_path_that_is_too_long_is_named(descriptor):

@@ -59,7 +59,7 @@ def test_the_tree_benchmark(load, monkeypatch, tmp_path):
         assert found["workload", name, "lifecycles_per_s"] > 0
         assert 0 <= found["workload", name, "hit_ratio"] < 1
     assert found["workload", "random", "evict_us_per_block"] > 0  # the pool is full: it did evict
-    assert found["workload", "large", "bytes_per_block"] >= 0
+    assert ("workload", "large", "bytes_per_block") in found
     assert found["one-block runs on the path", "4", "runs"] == 4 + 4  # with the branch below each
     assert found["tokens hit in one run", "4096", "acquire_us"] > 0
     assert found["blocks in the cache", "1000", "evict_one_us"] > 0

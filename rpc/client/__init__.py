@@ -8,7 +8,9 @@ Every error is a `radixpool.radix.errors.RadixPoolError`, or ValueError / TypeEr
 """
 
 from radixpool.rpc.client.aio import AsyncClient
+from radixpool.rpc.client.aio_sequence import AsyncSequence
 from radixpool.rpc.client.aio_session import AsyncSession
+from radixpool.rpc.client.aio_worker import AsyncWorkerClient
 from radixpool.rpc.client.options import ClientOptions, ClientRole
 from radixpool.rpc.client.retry import NO_RETRY, RetryOptions
 from radixpool.rpc.client.sequence import RemoteSequence
@@ -19,7 +21,9 @@ from radixpool.rpc.step_columns import Step, Stepped
 
 __all__ = [
     "AsyncClient",
+    "AsyncSequence",
     "AsyncSession",
+    "AsyncWorkerClient",
     "Client",
     "ClientOptions",
     "ClientRole",

@@ -12,21 +12,19 @@ import grpc
 import grpc.aio
 
 from radixpool.radix import Namespace
-from radixpool.radix.errors import UnknownSequence
 from radixpool.radix.media import MediaSpan
 from radixpool.radix.namespace import DEFAULT_NAMESPACE
-from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import inspection
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
+from radixpool.rpc.client.aio_sequence import AsyncSequence
 from radixpool.rpc.client.aio_session import AsyncSession
 from radixpool.rpc.client.channel import open_async_channel
 from radixpool.rpc.client.heartbeat import RENEWALS_PER_TTL
 from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.options import ClientOptions
-from radixpool.rpc.client.retry import call_with_retries_async
-from radixpool.rpc.client.sequence import SequenceState
-from radixpool.rpc.client.stepping import step_update, stepped
+from radixpool.rpc.client.retry import call_with_retries_async, lacks_room, until_room
+from radixpool.rpc.client.stepping import batch_request, batch_results, stepped
 from radixpool.rpc.client.sync import IN_FLIGHT_POLL_S
 from radixpool.rpc.errors import Fenced
 from radixpool.rpc.status import error_from_rpc
@@ -112,6 +110,12 @@ class AsyncClient:
         request.in_flight = cache_pb2.IN_FLIGHT_MODE_UNSPECIFIED
         return codec.acquired(await self._acquire_once(request))
 
+    async def reacquire_when_there_is_room(self, request: cache_pb2.AcquireRequest) -> ops.Acquired:
+        """Send an acquire as often as `RetryOptions` say while the pool is exhausted; for `AsyncSequence.resume`."""
+        return await call_with_retries_async(
+            lambda: self.reacquire(request), until_room(self._options.retry), may_pass=lacks_room
+        )
+
     async def _acquire_once(self, request: cache_pb2.AcquireRequest) -> cache_pb2.AcquireResponse:
         own = cache_pb2.AcquireRequest()
         own.CopyFrom(request)  # it may still be under way when the caller sends the same one again
@@ -172,19 +176,15 @@ class AsyncClient:
 
         A worker reports its `steps`: what is over counts before the operations, what it launches next after them.
         """
-        messages = list(map(codec.operation_message, operations))
-        request = cache_pb2.BatchRequest(operations=messages, steps=codec.step_report(steps))
-        reply = await self._change(self._cache.Batch, request)
-        return codec.results(reply.results, len(messages))
+        request = batch_request(cache_pb2.BatchRequest, operations, steps)
+        return batch_results(await self._change(self._cache.Batch, request), request)
 
     async def step(
         self, step: Step, operations: Iterable[ops.Operation] = (), *, steps: ops.StepReport | None = None
     ) -> Stepped:
         """Extend and commit many sequences at once, then run `operations`; `Session.step` does the same faster."""
-        update = step_update(step)
-        messages = list(map(codec.operation_message, operations))
-        request = cache_pb2.BatchRequest(step_update=update, operations=messages, steps=codec.step_report(steps))
-        return stepped(await self._change(self._cache.Batch, request), update, len(messages))
+        request = batch_request(cache_pb2.BatchRequest, operations, steps, step=step)
+        return stepped(await self._change(self._cache.Batch, request), request)
 
     async def session(self) -> AsyncSession:
         """Open a stream for many batches, answered in order: several times faster than calls."""
@@ -284,57 +284,3 @@ class AsyncClient:
                 if isinstance(error_from_rpc(error), Fenced):
                     self._identity.end_epoch(header.epoch)
                     return  # the lease is over for good; the next call of the owner registers again
-
-
-class AsyncSequence(SequenceState):
-    """A sequence that this process acquired; an async context manager that releases it on exit."""
-
-    __slots__ = ("_client", "_released")
-
-    def __init__(self, client: AsyncClient, request: cache_pb2.AcquireRequest, acquired: ops.Acquired) -> None:
-        super().__init__(request, acquired)
-        self._client = client
-        self._released = False
-
-    async def __aenter__(self) -> AsyncSequence:
-        return self
-
-    async def __aexit__(self, *_exc_info: object) -> None:
-        await self.release()
-
-    async def extend(self, tokens: ops.Tokens) -> ops.Extended:
-        """Append known tokens; allocates when a block boundary is crossed. Raises PoolExhausted, nothing changed."""
-        packed = pack_tokens(tokens)
-        result = await self._client.extend(self.handle, packed)
-        self.apply_extended(packed, result)
-        return result
-
-    async def reserve(self, num_tokens: int) -> ops.Reserved:
-        """Make room for `num_tokens` beyond the present length. Raises PoolExhausted, nothing changed."""
-        result = await self._client.reserve(self.handle, num_tokens)
-        self.append_blocks(result.appended_blocks)
-        return result
-
-    async def commit(self, upto: int) -> ops.Committed:
-        """Make the full blocks of the first `upto` tokens findable: their KV has been written."""
-        result = await self._client.commit(self.handle, upto)
-        self.apply_committed(result)
-        return result
-
-    async def rewind(self, to: int) -> None:
-        """Forget the tokens from `to` on, and room reserved for more."""
-        self.apply_rewound(await self._client.rewind(self.handle, to))
-
-    async def reacquire(self) -> None:
-        """Acquire all its tokens again, under a new handle, when Fenced or UnknownSequence said that it is gone.
-
-        What `cached_tokens` says then has survived; the rest must be computed again. Raises PoolExhausted.
-        """
-        self.apply_acquired(await self._client.reacquire(self.acquire_again()))
-
-    async def release(self) -> None:
-        """Give the blocks back; what was committed stays cached. One that is gone already counts as released."""
-        if not self._released:
-            with contextlib.suppress(Fenced, UnknownSequence):
-                await self._client.release(self.handle)
-            self._released = True

@@ -10,10 +10,9 @@ import grpc
 import grpc.aio
 
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import codec
 from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.retry import RetryOptions, call_with_retries_async
-from radixpool.rpc.client.stepping import step_update, stepped
+from radixpool.rpc.client.stepping import batch_request, batch_results, stepped
 from radixpool.rpc.errors import Fenced, ManagerUnavailable
 from radixpool.rpc.status import error_from_rpc
 from radixpool.rpc.step_columns import Step, Stepped
@@ -52,9 +51,8 @@ class AsyncSession:
 
         A worker reports its `steps`: what is over counts before the operations, what it launches next after them.
         """
-        messages = list(map(codec.operation_message, operations))
-        request = cache_pb2.SessionRequest(operations=messages, steps=codec.step_report(steps))
-        return codec.results((await self._send(request)).results, len(messages))
+        request = batch_request(cache_pb2.SessionRequest, operations, steps)
+        return batch_results(await self._send(request), request)
 
     async def step(
         self, step: Step, operations: Iterable[ops.Operation] = (), *, steps: ops.StepReport | None = None
@@ -65,10 +63,8 @@ class AsyncSession:
         TypeError, nothing sent, for columns that do not fit together, and ValueError, nothing changed, for one sequence
         in two rows.
         """
-        update = step_update(step)
-        messages = list(map(codec.operation_message, operations))
-        request = cache_pb2.SessionRequest(step_update=update, operations=messages, steps=codec.step_report(steps))
-        return stepped(await self._send(request), update, len(messages))
+        request = batch_request(cache_pb2.SessionRequest, operations, steps, step=step)
+        return stepped(await self._send(request), request)
 
     async def _send(self, request: cache_pb2.SessionRequest) -> cache_pb2.SessionResponse:
         """Send a message under one number, however often."""

@@ -6,13 +6,15 @@ does, with the tokens that have come so far, and lets the worker continue. Whoev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from radixpool.radix.errors import UnknownSequence
+from radixpool.rpc.client.aio_sequence import AsyncSequence
 from radixpool.rpc.client.sequence import RemoteSequence
 from radixpool.rpc.errors import Fenced, ProtocolError, SequenceLost
 from radixpool.rpc.generation import (
@@ -25,9 +27,73 @@ from radixpool.rpc.generation import (
 )
 
 Generate: TypeAlias = Callable[[bytes, SamplingParams], Iterator[GenerateEvent]]
+AsyncGenerate: TypeAlias = Callable[[bytes, SamplingParams], AsyncGenerator[GenerateEvent, None]]
 MAX_LOSSES_IN_A_ROW: Final = 5
 """Without a new token in between."""
-_LOST: Final = (SequenceLost, UnknownSequence, Fenced)
+LOSSES: Final = (SequenceLost, UnknownSequence, Fenced)
+
+
+class Continuation:
+    """What one generation has brought so far, over all its parts; the same for both clients.
+
+    For each part `rest` says what to ask a worker for, `take` passes on what the reader should see of an event, and
+    `lost` what to do after a loss. It is over when `is_over`.
+    """
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self.is_over = False
+        self._sampling = sampling
+        self._started: GenerateStarted | None = None
+        self._came: list[int] = []
+        self._known = 0  # of them, those that the sequence has
+        self._losses_in_a_row = 0
+
+    def rest(self) -> SamplingParams:
+        """Return how to sample the tokens that are missing."""
+        came = len(self._came)
+        return replace(
+            self._sampling,
+            max_new_tokens=self._sampling.max_new_tokens - came,
+            skip_draws=self._sampling.skip_draws + came,
+        )
+
+    def take(self, event: GenerateEvent) -> GenerateEvent | None:
+        """Return an event as the reader should see it, None for one that tells nothing new."""
+        match event:
+            case GenerateStarted():
+                if self._started is not None:
+                    return None
+                self._started = event
+                return event
+            case GenerateTokens(tokens):
+                self._came += tokens
+                self._losses_in_a_row = 0
+                return event
+            case GenerateFinished(reason):
+                return self._finished(reason)
+
+    def lost(self, loss: Exception) -> GenerateFinished | None:
+        """Return the last event if nothing is missing but it. Raises the loss after `MAX_LOSSES_IN_A_ROW`."""
+        self._losses_in_a_row += 1
+        if self._losses_in_a_row > MAX_LOSSES_IN_A_ROW:
+            raise loss
+        return self._finished(FinishReason.LENGTH) if len(self._came) == self._sampling.max_new_tokens else None
+
+    def ended(self) -> None:
+        """Note the end of a part's stream. Raises ProtocolError when the generation is not over."""
+        if not self.is_over:
+            raise ProtocolError("the worker's stream ended in the middle")
+
+    def tokens_since(self) -> bytes:
+        """Return the tokens, packed, that came since the sequence was last acquired: it has them from now on."""
+        tokens = self._came[self._known :]
+        self._known = len(self._came)
+        return np.array(tokens, dtype="<u4").tobytes()
+
+    def _finished(self, reason: FinishReason) -> GenerateFinished:
+        assert self._started is not None, "a generation begins before it ends"
+        self.is_over = True
+        return GenerateFinished(reason, self._started.prompt_tokens, self._started.cached_tokens, len(self._came))
 
 
 def continue_through_losses(
@@ -40,43 +106,40 @@ def continue_through_losses(
     """
     try:
         sequence.refresh()
-    except _LOST:
+    except LOSSES:
         sequence.resume(b"")
-    came: list[int] = []
-    known = losses = 0  # tokens that the sequence has, and losses since the last token
-    started: GenerateStarted | None = None
-    while True:
+    generation = Continuation(sampling)
+    while not generation.is_over:
         try:
-            rest = replace(
-                sampling,
-                max_new_tokens=sampling.max_new_tokens - len(came),
-                skip_draws=sampling.skip_draws + len(came),
-            )
-            for event in generate(sequence.handle, rest):
-                match event:
-                    case GenerateStarted():
-                        if started is None:
-                            started = event
-                            yield event
-                    case GenerateTokens(tokens):
-                        came += tokens
-                        losses = 0
-                        yield event
-                    case GenerateFinished(reason):
-                        yield _finished(reason, started, came)
-                        return
-            raise ProtocolError("the worker's stream ended in the middle")
-        except _LOST:
-            losses += 1
-            if losses > MAX_LOSSES_IN_A_ROW:
-                raise
-        if len(came) == sampling.max_new_tokens:
-            yield _finished(FinishReason.LENGTH, started, came)
-            return
-        sequence.resume(np.array(came[known:], dtype="<u4").tobytes())
-        known = len(came)
+            for event in generate(sequence.handle, generation.rest()):
+                if (seen := generation.take(event)) is not None:
+                    yield seen
+            generation.ended()
+        except LOSSES as loss:
+            if (last := generation.lost(loss)) is not None:
+                yield last
+            else:
+                sequence.resume(generation.tokens_since())
 
 
-def _finished(reason: FinishReason, started: GenerateStarted | None, came: list[int]) -> GenerateFinished:
-    assert started is not None, "a generation begins before it ends"
-    return GenerateFinished(reason, started.prompt_tokens, started.cached_tokens, len(came))
+async def continue_through_losses_async(
+    generate: AsyncGenerate, sequence: AsyncSequence, sampling: SamplingParams
+) -> AsyncIterator[GenerateEvent]:
+    """Do the same for asyncio."""
+    try:
+        await sequence.refresh()
+    except LOSSES:
+        await sequence.resume(b"")
+    generation = Continuation(sampling)
+    while not generation.is_over:
+        try:
+            async with aclosing(generate(sequence.handle, generation.rest())) as events:
+                async for event in events:
+                    if (seen := generation.take(event)) is not None:
+                        yield seen
+            generation.ended()
+        except LOSSES as loss:
+            if (last := generation.lost(loss)) is not None:
+                yield last
+            else:
+                await sequence.resume(generation.tokens_since())

@@ -1,4 +1,4 @@
-"""Trying again while the manager does not answer: how often, how long, and in which steps.
+"""Trying again while the manager does not answer, or has no room: how often, how long, and in which steps.
 
 Every request that changes something carries a number under which the manager keeps its first reply, so a request that
 is sent again has no second effect.
@@ -10,14 +10,19 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from radixpool.radix import PoolExhausted
+from radixpool.radix.errors import RadixPoolError
 from radixpool.rpc.errors import ManagerUnavailable
 
 Reply = TypeVar("Reply")
 JITTER: Final = 0.2
 """Each pause is longer or shorter by up to this share, so that clients do not come back all at once."""
+
+ROOM_POLL_S: Final = 0.1
+"""How often to ask whether there is room to acquire a lost sequence again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,33 +57,54 @@ def pauses(options: RetryOptions, *, draw: Callable[[], float] = random.random) 
         pause = min(pause * options.multiplier, options.max_backoff_s)
 
 
+def nobody_answers(error: RadixPoolError) -> bool:
+    """Return whether the same call may work once a manager answers."""
+    return isinstance(error, ManagerUnavailable)
+
+
+def lacks_room(error: RadixPoolError) -> bool:
+    """Return whether the same call may work once others have given blocks back."""
+    return isinstance(error, PoolExhausted) and not error.permanent
+
+
+def until_room(options: RetryOptions) -> RetryOptions:
+    """Return how to wait for room: evenly, and as long as for a manager that does not answer."""
+    return replace(options, initial_backoff_s=ROOM_POLL_S, multiplier=1.0)
+
+
 def call_with_retries(
     attempt: Callable[[], Reply],
     options: RetryOptions,
     *,
+    may_pass: Callable[[RadixPoolError], bool] = nobody_answers,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Reply:
-    """Return what `attempt` returns, trying again while it raises ManagerUnavailable and there is time."""
+    """Return what `attempt` returns, trying again while it raises what `may_pass` and there is time."""
     deadline = clock() + options.total_s
     for pause in pauses(options):
         try:
             return attempt()
-        except ManagerUnavailable:
-            if clock() + pause > deadline:
+        except RadixPoolError as error:
+            if not may_pass(error) or clock() + pause > deadline:
                 raise
         sleep(pause)
     raise AssertionError("the pauses never end")
 
 
-async def call_with_retries_async(attempt: Callable[[], Awaitable[Reply]], options: RetryOptions) -> Reply:
+async def call_with_retries_async(
+    attempt: Callable[[], Awaitable[Reply]],
+    options: RetryOptions,
+    *,
+    may_pass: Callable[[RadixPoolError], bool] = nobody_answers,
+) -> Reply:
     """Do the same for a coroutine function."""
     deadline = time.monotonic() + options.total_s
     for pause in pauses(options):
         try:
             return await attempt()
-        except ManagerUnavailable:
-            if time.monotonic() + pause > deadline:
+        except RadixPoolError as error:
+            if not may_pass(error) or time.monotonic() + pause > deadline:
                 raise
         await asyncio.sleep(pause)
     raise AssertionError("the pauses never end")

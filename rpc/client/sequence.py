@@ -77,6 +77,13 @@ class SequenceState:
         self._request.tokens = bytes(self._tokens)
         return self._request
 
+    def acquire_longer(self, tokens: bytes) -> cache_pb2.AcquireRequest:
+        """Take the packed `tokens` over that came while it was lost, and return the acquire of all of them."""
+        self._tokens += tokens
+        request = self.acquire_again()
+        request.partial = False  # nobody would run the copies
+        return request
+
     def append_blocks(self, block_ids: npt.NDArray[np.int32]) -> None:
         """Put `block_ids` at the end of the block table."""
         if len(block_ids):
@@ -156,10 +163,7 @@ class RemoteSequence(SequenceState):
 
         Waits for room as long as calls are tried again: blocks of a former life of the manager may still be fenced.
         """
-        self._tokens += tokens
-        request = self.acquire_again()
-        request.partial = False  # nobody would run the copies
-        self.apply_acquired(self._client.reacquire_when_there_is_room(request))
+        self.apply_acquired(self._client.reacquire_when_there_is_room(self.acquire_longer(tokens)))
 
     def release(self) -> None:
         """Give the blocks back; what was committed stays cached. One that is gone already counts as released."""

@@ -10,10 +10,9 @@ from typing import Any
 import grpc
 
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import codec
 from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.retry import RetryOptions, call_with_retries
-from radixpool.rpc.client.stepping import step_update, stepped
+from radixpool.rpc.client.stepping import batch_request, batch_results, stepped
 from radixpool.rpc.errors import Fenced, ManagerUnavailable
 from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.status import error_from_rpc
@@ -54,9 +53,8 @@ class Session:
 
         A worker reports its `steps`: what is over counts before the operations, what it launches next after them.
         """
-        messages = list(map(codec.operation_message, operations))
-        request = cache_pb2.SessionRequest(operations=messages, steps=codec.step_report(steps))
-        return codec.results(self._send(request).results, len(messages))
+        request = batch_request(cache_pb2.SessionRequest, operations, steps)
+        return batch_results(self._send(request), request)
 
     def step(
         self, step: Step, operations: Iterable[ops.Operation] = (), *, steps: ops.StepReport | None = None
@@ -67,10 +65,8 @@ class Session:
         TypeError, nothing sent, for columns that do not fit together, and ValueError, nothing changed, for one sequence
         in two rows.
         """
-        update = step_update(step)
-        messages = list(map(codec.operation_message, operations))
-        request = cache_pb2.SessionRequest(step_update=update, operations=messages, steps=codec.step_report(steps))
-        return stepped(self._send(request), update, len(messages))
+        request = batch_request(cache_pb2.SessionRequest, operations, steps, step=step)
+        return stepped(self._send(request), request)
 
     def _send(self, request: cache_pb2.SessionRequest) -> cache_pb2.SessionResponse:
         """Send a message under one number, however often."""

@@ -1,15 +1,19 @@
-"""Steps to messages and messages to results, for both clients. Numpy does the work: nothing is done per row."""
+"""Batches and steps to messages and back, for both clients and both kinds of call.
+
+Numpy does the work of a step: nothing is done per row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from radixpool.radix.tokens import pack_tokens
 from radixpool.rpc import limits
+from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
 from radixpool.rpc.errors import ProtocolError
 from radixpool.rpc.status import error_from_status
@@ -33,6 +37,27 @@ _COLUMN_SETS: Final = (
 """Columns of the result that must be of one length."""
 
 
+Request = TypeVar("Request", cache_pb2.BatchRequest, cache_pb2.SessionRequest)
+Response: TypeAlias = cache_pb2.BatchResponse | cache_pb2.SessionResponse
+
+
+def batch_request(
+    kind: type[Request], operations: Iterable[ops.Operation], steps: ops.StepReport | None, *, step: Step | None = None
+) -> Request:
+    """Return the message of a batch: the columns of a step, then operations, and a worker's report of its steps.
+
+    Raises ValueError or TypeError naming what does not fit.
+    """
+    update = None if step is None else step_update(step)
+    messages = list(map(codec.operation_message, operations))
+    return kind(step_update=update, operations=messages, steps=codec.step_report(steps))
+
+
+def batch_results(response: Response, request: Request) -> list[ops.Result | Exception]:
+    """Return the results of a batch, in order."""
+    return codec.results(response.results, len(request.operations))
+
+
 def step_update(step: Step) -> cache_pb2.StepUpdate:
     """Return the message of a step. Raises ValueError or TypeError naming the column that does not fit."""
     rows = len(step.handles)
@@ -46,21 +71,19 @@ def step_update(step: Step) -> cache_pb2.StepUpdate:
     return update
 
 
-def stepped(
-    message: cache_pb2.BatchResponse | cache_pb2.SessionResponse, update: cache_pb2.StepUpdate, num_operations: int
-) -> Stepped:
+def stepped(response: Response, request: Request) -> Stepped:
     """Return the result of a step and of the operations that went along with it."""
-    if not message.HasField("step_update"):
+    if not response.HasField("step_update"):
         raise ProtocolError("the manager did not answer the step: it is older than this client")
-    result = message.step_update
-    rows = len(update.handles) // limits.HANDLE_BYTES
+    result = response.step_update
+    rows = len(request.step_update.handles) // limits.HANDLE_BYTES
     columns = _columns(result)
     if len(columns["num_tokens"]) != rows:
         raise ProtocolError(f"the manager answered {len(columns['num_tokens'])} of {rows} rows")
     return Stepped(
         **columns,
         errors={error.row: error_from_status(error.error) for error in result.errors},
-        results=tuple(codec.results(message.results, num_operations)),
+        results=tuple(batch_results(response, request)),
     )
 
 

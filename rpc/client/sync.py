@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
-from radixpool.radix import DEFAULT_NAMESPACE, Namespace, PoolExhausted
+from radixpool.radix import DEFAULT_NAMESPACE, Namespace
 from radixpool.radix.media import MediaSpan
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import codec
@@ -25,10 +25,10 @@ from radixpool.rpc.client.heartbeat import Heartbeat
 from radixpool.rpc.client.identity import Identity
 from radixpool.rpc.client.operator import OperatorCalls
 from radixpool.rpc.client.options import ClientOptions
-from radixpool.rpc.client.retry import call_with_retries
+from radixpool.rpc.client.retry import call_with_retries, lacks_room, until_room
 from radixpool.rpc.client.sequence import RemoteSequence
 from radixpool.rpc.client.session import Session
-from radixpool.rpc.client.stepping import step_update, stepped
+from radixpool.rpc.client.stepping import batch_request, batch_results, stepped
 from radixpool.rpc.convert import pool_from_wire, pool_spec_to_wire, pool_to_wire
 from radixpool.rpc.errors import Fenced
 from radixpool.rpc.failpoints import failpoint
@@ -40,9 +40,6 @@ from radixpool.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, po
 Reply = TypeVar("Reply")
 IN_FLIGHT_POLL_S: Final = 0.005
 """How often to ask whether another sequence has computed the prefix."""
-
-ROOM_POLL_S: Final = 0.1
-"""How often to ask whether there is room to acquire a lost sequence again."""
 
 _ACQUIRED = failpoint("client.acquired")
 
@@ -128,14 +125,7 @@ class Client(OperatorCalls):
 
     def reacquire_when_there_is_room(self, request: cache_pb2.AcquireRequest) -> ops.Acquired:
         """Send an acquire as often as `RetryOptions` say while the pool is exhausted; for `RemoteSequence.resume`."""
-        deadline = time.monotonic() + self._options.retry.total_s
-        while True:
-            try:
-                return self.reacquire(request)
-            except PoolExhausted:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(ROOM_POLL_S)
+        return call_with_retries(lambda: self.reacquire(request), until_room(self._options.retry), may_pass=lacks_room)
 
     def extend(self, handle: bytes, tokens: ops.Tokens) -> ops.Extended:
         """Append known tokens to a sequence. Raises PoolExhausted, nothing changed."""
@@ -187,19 +177,15 @@ class Client(OperatorCalls):
 
         A worker reports its `steps`: what is over counts before the operations, what it launches next after them.
         """
-        messages = list(map(codec.operation_message, operations))
-        request = cache_pb2.BatchRequest(operations=messages, steps=codec.step_report(steps))
-        reply = self._change(self._cache.Batch, request)
-        return codec.results(reply.results, len(messages))
+        request = batch_request(cache_pb2.BatchRequest, operations, steps)
+        return batch_results(self._change(self._cache.Batch, request), request)
 
     def step(
         self, step: Step, operations: Iterable[ops.Operation] = (), *, steps: ops.StepReport | None = None
     ) -> Stepped:
         """Extend and commit many sequences at once, then run `operations`; `Session.step` does the same faster."""
-        update = step_update(step)
-        messages = list(map(codec.operation_message, operations))
-        request = cache_pb2.BatchRequest(step_update=update, operations=messages, steps=codec.step_report(steps))
-        return stepped(self._change(self._cache.Batch, request), update, len(messages))
+        request = batch_request(cache_pb2.BatchRequest, operations, steps, step=step)
+        return stepped(self._change(self._cache.Batch, request), request)
 
     def report_steps(self, steps: ops.StepReport) -> None:
         """Report a worker's steps when there is no batch to send; renews the lease too."""

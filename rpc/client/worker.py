@@ -24,6 +24,17 @@ from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import worker_pb2, worker_pb2_grpc
 
 
+def prompt_request(tokens: Tokens, sampling: SamplingParams, namespace: Namespace) -> worker_pb2.GenerateRequest:
+    """Return the message that asks to continue a prompt."""
+    prompt = worker_pb2.Prompt(tokens=pack_tokens(tokens), namespace=namespace_to_wire(namespace))
+    return worker_pb2.GenerateRequest(prompt=prompt, sampling=sampling_to_wire(sampling))
+
+
+def handle_request(handle: bytes, sampling: SamplingParams) -> worker_pb2.GenerateRequest:
+    """Return the message that asks to continue a sequence of the caller's."""
+    return worker_pb2.GenerateRequest(handle=handle, sampling=sampling_to_wire(sampling))
+
+
 class WorkerClient:
     """A connection to one worker; a context manager."""
 
@@ -46,8 +57,7 @@ class WorkerClient:
         self, tokens: Tokens, sampling: SamplingParams, *, namespace: Namespace = DEFAULT_NAMESPACE
     ) -> Iterator[GenerateEvent]:
         """Continue a prompt that the worker acquires and releases. Closing the iterator stops the generation."""
-        prompt = worker_pb2.Prompt(tokens=pack_tokens(tokens), namespace=namespace_to_wire(namespace))
-        return self._stream(worker_pb2.GenerateRequest(prompt=prompt, sampling=sampling_to_wire(sampling)))
+        return self._stream(prompt_request(tokens, sampling, namespace))
 
     def generate_sequence(self, sequence: bytes | RemoteSequence, sampling: SamplingParams) -> Iterator[GenerateEvent]:
         """Continue a sequence that the caller acquired and releases afterwards.
@@ -61,7 +71,7 @@ class WorkerClient:
         return self._continue(sequence, sampling)
 
     def _continue(self, handle: bytes, sampling: SamplingParams) -> Iterator[GenerateEvent]:
-        return self._stream(worker_pb2.GenerateRequest(handle=handle, sampling=sampling_to_wire(sampling)))
+        return self._stream(handle_request(handle, sampling))
 
     def status(self) -> WorkerStatus:
         """Return what the worker runs and how busy it is."""

@@ -12,7 +12,7 @@ from radixpool.radix import PoolExhausted, UnknownSequence
 from radixpool.rpc import limits
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import AsyncClient, ClientRole, Step
-from radixpool.rpc.client.stepping import step_update, stepped
+from radixpool.rpc.client.stepping import batch_request, step_update, stepped
 from radixpool.rpc.errors import Fenced, ProtocolError
 from radixpool.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 
@@ -249,11 +249,12 @@ def test_a_repeated_step_runs_once(raw):
     assert stub.Batch(batch) == stub.Batch(batch)
     replies = []
     for _ in range(2):  # a session that broke sends its message again over another stream
-        call = stub.Session(iter([cache_pb2.SessionRequest(header=head(3), step_update=update)]))
+        message = cache_pb2.SessionRequest(header=head(3), step_update=update)
+        call = stub.Session(iter([message]))
         replies.append(next(call))
         call.cancel()
     assert replies[0] == replies[1]
-    result = stepped(replies[0], update, 0)
+    result = stepped(replies[0], message)
     assert result.num_tokens.tolist() == [12, 0]
     assert isinstance(result.errors[1], UnknownSequence)
     (view,) = stub.GetBlockTables(cache_pb2.GetBlockTablesRequest(handles=[handle])).results
@@ -268,16 +269,16 @@ def test_a_step_of_a_client_that_was_fenced(server, client, session):
 
 
 def test_answers_that_do_not_fit_are_no_results():
-    update = step_update(Step(handles=[UNKNOWN]))
+    request = batch_request(cache_pb2.SessionRequest, [], None, step=Step(handles=[UNKNOWN]))
     with pytest.raises(ProtocolError, match="older than this client"):
-        stepped(cache_pb2.SessionResponse(), update, 0)
+        stepped(cache_pb2.SessionResponse(), request)
     result = cache_pb2.StepUpdateResult()
     with pytest.raises(ProtocolError, match="0 of 1 rows"):
-        stepped(cache_pb2.SessionResponse(step_update=result), update, 0)
+        stepped(cache_pb2.SessionResponse(step_update=result), request)
     result.num_tokens = result.committed_tokens = packed(1)
     result.appended_rows = packed(0)
     with pytest.raises(ProtocolError, match="appended_rows, appended_blocks differ"):
-        stepped(cache_pb2.SessionResponse(step_update=result), update, 0)
+        stepped(cache_pb2.SessionResponse(step_update=result), request)
 
 
 async def test_asyncio_clients_step_too(server):

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import codec
-from radixpool.rpc.client.stepping import step_update, stepped
+from radixpool.rpc.client.stepping import batch_request, batch_results, stepped
 from radixpool.rpc.manager import Engine, ManagerOptions
 from radixpool.rpc.step_columns import Step, Stepped
 from radixpool.v1 import cache_pb2, common_pb2
@@ -46,18 +45,16 @@ class Life:
         self.counter += 1
         return self.counter.to_bytes(count, "big")
 
-    def batch(self, operations: list[ops.Operation], steps: ops.StepReport | None = None, **more) -> object:
-        messages = list(map(codec.operation_message, operations))
+    def batch(self, request: cache_pb2.BatchRequest) -> cache_pb2.BatchResponse:
         self.header.request_id += 1
-        request = cache_pb2.BatchRequest(
-            header=self.header, operations=messages, steps=codec.step_report(steps), **more
-        )
+        request.header.CopyFrom(self.header)
         reply = cache_pb2.BatchResponse()
         self.engine.run_batch(request, reply)
         return reply
 
     def results(self, operations: list[ops.Operation], steps: ops.StepReport | None = None) -> list:
-        return codec.results(self.batch(operations, steps).results, len(operations))
+        request = batch_request(cache_pb2.BatchRequest, operations, steps)
+        return batch_results(self.batch(request), request)
 
     def state(self) -> object:
         """Return all that can be seen of the cache."""
@@ -156,15 +153,14 @@ class StepMachine(RuleBasedStateMachine):
             for handle, new, upto in zip(handles, tokens, uptos, strict=True)
         ]
         singles = iter(self.single.results([*chain.from_iterable(rows), *ends], report))
-        update = step_update(
-            Step(
-                handles=handles,
-                tokens=[token for new in tokens for token in new],
-                token_counts=[len(new) for new in tokens],
-                commit_upto_tokens=uptos,
-            )
+        step = Step(
+            handles=handles,
+            tokens=[token for new in tokens for token in new],
+            token_counts=[len(new) for new in tokens],
+            commit_upto_tokens=uptos,
         )
-        result = stepped(self.columns.batch(ends, report, step_update=update), update, len(ends))
+        request = batch_request(cache_pb2.BatchRequest, ends, report, step=step)
+        result = stepped(self.columns.batch(request), request)
         for number, row in enumerate(rows):
             expected = in_one_row([next(singles) for _ in row])
             assert row_of(result, number, expected) == expected

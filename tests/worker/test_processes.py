@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from radixpool.radix import Namespace
-from radixpool.rpc.client import Client, WorkerClient
+from radixpool.rpc.client import AsyncClient, AsyncWorkerClient, Client, WorkerClient
 from radixpool.rpc.demo.prompts import Turn
 from radixpool.rpc.demo.replay import Replay, Target
 from radixpool.rpc.demo.supervisor import ProcessFailed, Supervisor
@@ -291,7 +292,10 @@ def test_requests_survive_a_killed_manager(system):
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "seeded"])
 def test_a_callers_own_sequence_survives_a_killed_manager(system, sampling):
-    """By its handle alone it ends with an error; given as itself, the caller's client acquires it again."""
+    """By its handle alone it ends with an error; given as itself, the caller's client acquires it again.
+
+    The same is asked of the blocking and of the asyncio client, at the same time.
+    """
     params = SamplingParams(max_new_tokens=150, ignore_eos=True, **sampling)
     prompt = random_tokens(100)
     alone, ours = (replace(system.namespace, cache_salt=next(SALTS)) for _ in range(2))
@@ -302,28 +306,48 @@ def test_a_callers_own_sequence_survives_a_killed_manager(system, sampling):
         bare = owner.acquire(random_tokens(40), namespace=ours)
         outcomes = {}
 
-        def run(name, what):
+        def note(name, run):
             try:
-                outcomes[name] = streamed(worker.generate_sequence(what, params))
+                outcomes[name] = run()
             except Exception as error:
                 outcomes[name] = error
 
-        threads = [
-            threading.Thread(target=run, args=("whole", whole)),
-            threading.Thread(target=run, args=("bare", bare.handle)),
-        ]
+        async def by_asyncio():
+            async with (
+                AsyncClient(system.address) as owner,
+                AsyncWorkerClient(system.workers[0].address) as worker,
+                await owner.acquire(prompt, namespace=ours) as sequence,
+            ):
+                return streamed([event async for event in worker.generate_sequence(sequence, params)])
+
+        begun = threading.Event()
+        runs = {
+            "whole": lambda: streamed(told(worker.generate_sequence(whole, params), begun)),
+            "bare": lambda: streamed(worker.generate_sequence(bare.handle, params)),
+            "asyncio": lambda: asyncio.run(by_asyncio()),
+        }
+        threads = [threading.Thread(target=note, args=named) for named in runs.items()]
         for thread in threads:
             thread.start()
-        system.wait(lambda: worker.status().running_sequences == 2)
+        system.wait(lambda: worker.status().running_sequences == 3 and begun.is_set())
         system.manager.kill()
         system.manager = system.start_manager()
         for thread in threads:
             thread.join(60)
         assert isinstance(outcomes["bare"], SequenceLost), outcomes["bare"]
         assert outcomes["whole"] == expected
+        assert outcomes["asyncio"] == expected
         assert whole.num_tokens > len(prompt), "it was acquired again in the middle"
         whole.release()
         system.wait(lambda: system.client.stats().cache.num_sequences == 0)
+
+
+def told(events, begun):
+    """The same events; `begun` is set by the first tokens."""
+    for event in events:
+        if isinstance(event, GenerateTokens):
+            begun.set()
+        yield event
 
 
 def streamed(events):

@@ -9,7 +9,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from radixpool.kernels import TreeMask, alibi_slopes, reference
@@ -17,9 +17,10 @@ from radixpool.kernels import TreeMask, alibi_slopes, reference
 CUDA = torch.cuda.is_available()
 FP8 = torch.float8_e4m3fn
 gpu = pytest.mark.gpu
-many = settings(
-    max_examples=int(os.environ.get("EXTEND_EXAMPLES", "25")), deadline=None, suppress_health_check=list(HealthCheck)
-)
+many = settings(  # an example takes a second, so a failing one is shown as it was found
+    max_examples=int(os.environ.get("EXTEND_EXAMPLES", "25")), deadline=None, suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)  # fmt: skip
 
 SEQUENCE = st.tuples(st.integers(0, 1500), st.one_of(st.integers(0, 600), st.integers(0, 3)))
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -296,7 +296,9 @@ class Engine:
         self.run_once(request.header, reply, lambda holder: self._take_over_pool(request.pool, holder))
 
     def _take_over_pool(self, pool: pool_pb2.Pool, holder: Lease) -> None:
-        if self.pools.register(pool, holder):
+        had_pool = bool(self.pools.last_pool_id)
+        # What was committed before there was any pool lies in no pool; what was only acquired may go on.
+        if self.pools.register(pool, holder) and (had_pool or self.cache.stats().num_nodes):
             self._start_generation(keep=holder)
         _TAKEN_OVER()
         self.former_life.pool_registered(pool.pool_id)

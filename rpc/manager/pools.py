@@ -33,7 +33,7 @@ class PoolRegistry:
         return self._pool
 
     def register(self, pool: pool_pb2.Pool, holder: Lease) -> bool:
-        """Take over `pool` of `holder`. Returns whether the bytes behind the cached blocks are others than before.
+        """Take over `pool` of `holder`. Returns whether it is another than the last one, or the first.
 
         Raises ValueError for a malformed field, PoolMismatch when the pool does not fit or another one is registered.
         """
@@ -41,12 +41,12 @@ class PoolRegistry:
         current = self.pool
         if current is not None and current.pool_id != pool.pool_id:
             raise PoolMismatch("pool_id: another pool is registered and its holder is alive; stop that one first")
-        replaced = self.last_pool_id not in (b"", pool.pool_id)
+        is_new = self.last_pool_id != pool.pool_id
         self._pool = pool_pb2.Pool()
         self._pool.CopyFrom(pool)
         self._holder = holder
         self.last_pool_id = pool.pool_id
-        return replaced
+        return is_new
 
     def attach(self, expected: pool_pb2.PoolSpec) -> pool_pb2.Pool:
         """Return the pool if it is what a worker expects. Raises PoolUnavailable, PoolMismatch naming the field."""

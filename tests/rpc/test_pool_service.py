@@ -170,3 +170,24 @@ def test_the_same_pool_keeps_the_cache_and_another_one_empties_it(make_client, c
     assert third.stats().cache.free_blocks == 64
     third.acquire(prompt).release()
     assert third.check().violations == ()
+
+
+def test_what_was_committed_before_there_was_a_pool_is_not_in_it(holder, client):
+    """A worker would have read blocks that nobody had written."""
+    prompt = list(range(10))
+    with client.acquire(prompt) as seq:
+        seq.commit(10)
+    assert client.match(prompt).cached_tokens == 8
+    holder.register_pool(make_pool())
+    assert client.match(prompt).cached_tokens == 0
+    assert client.check().violations == ()
+
+
+def test_what_was_only_acquired_before_there_was_a_pool_goes_on(holder, client):
+    seq = client.acquire(list(range(10)))
+    generation = client.info().generation
+    holder.register_pool(make_pool())
+    seq.commit(10)
+    seq.release()
+    assert client.match(list(range(10))).cached_tokens == 8
+    assert client.info().generation == generation

@@ -59,7 +59,7 @@ class PoolServiceServicer:
     def RegisterPool(self, request, context):
         """RegisterPool announces the pool of a holder, which must be a registered client and keep its lease: when the lease
         ends the pool is forgotten. A pool id other than the last one starts a new generation with an empty cache, because
-        the bytes behind the cached blocks are gone.
+        the bytes behind the cached blocks are gone; so does the first pool, where something was committed before it came.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class PoolServiceStub:
     RegisterPool: _grpc.UnaryUnaryMultiCallable[_pool_pb2.RegisterPoolRequest, _pool_pb2.RegisterPoolResponse]
     """RegisterPool announces the pool of a holder, which must be a registered client and keep its lease: when the lease
     ends the pool is forgotten. A pool id other than the last one starts a new generation with an empty cache, because
-    the bytes behind the cached blocks are gone.
+    the bytes behind the cached blocks are gone; so does the first pool, where something was committed before it came.
     """
     AttachPool: _grpc.UnaryUnaryMultiCallable[_pool_pb2.AttachPoolRequest, _pool_pb2.AttachPoolResponse]
     """AttachPool returns how to map the pool, if it is what the worker expects. Reads only."""
@@ -51,7 +51,7 @@ class PoolServiceAsyncStub(PoolServiceStub):
     RegisterPool: _aio.UnaryUnaryMultiCallable[_pool_pb2.RegisterPoolRequest, _pool_pb2.RegisterPoolResponse]  # type: ignore[assignment]
     """RegisterPool announces the pool of a holder, which must be a registered client and keep its lease: when the lease
     ends the pool is forgotten. A pool id other than the last one starts a new generation with an empty cache, because
-    the bytes behind the cached blocks are gone.
+    the bytes behind the cached blocks are gone; so does the first pool, where something was committed before it came.
     """
     AttachPool: _aio.UnaryUnaryMultiCallable[_pool_pb2.AttachPoolRequest, _pool_pb2.AttachPoolResponse]  # type: ignore[assignment]
     """AttachPool returns how to map the pool, if it is what the worker expects. Reads only."""
@@ -69,7 +69,7 @@ class PoolServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_pool_pb2.RegisterPoolResponse, _abc.Awaitable[_pool_pb2.RegisterPoolResponse]]:
         """RegisterPool announces the pool of a holder, which must be a registered client and keep its lease: when the lease
         ends the pool is forgotten. A pool id other than the last one starts a new generation with an empty cache, because
-        the bytes behind the cached blocks are gone.
+        the bytes behind the cached blocks are gone; so does the first pool, where something was committed before it came.
         """
 
     @_abc_1.abstractmethod

@@ -5,6 +5,7 @@ Why a sync server with one lock: see docs/service.md, which has the measurements
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from radixpool.rpc.manager.pool_service import PoolService
 from radixpool.rpc.manager.recovery import open_former_life
 from radixpool.rpc.security.transport import check_listen
 from radixpool.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, pool_pb2, pool_pb2_grpc
+
+_log = logging.getLogger(__name__)
 
 SERVICE_NAMES: Final = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -147,9 +150,12 @@ class ManagerServer:
     def _sweep(self) -> None:
         interval_s = min(MAX_SWEEP_INTERVAL_S, self.engine.options.lease_ttl_ms / 1000 / SWEEPS_PER_TTL)
         while not self._stopping.wait(interval_s):
-            while self.engine.sweep():
-                self._stopping.wait(SWEEP_PAUSE_S)
-            self._tell_health()
+            try:
+                while self.engine.sweep():
+                    self._stopping.wait(SWEEP_PAUSE_S)
+                self._tell_health()
+            except Exception:  # a bug of ours; without the sweep no dead client's blocks would ever come back
+                _log.exception("a sweep of the leases failed; the next one goes on")
 
     def _tell_health(self) -> None:
         """Say the truth: a restored cache that waits for its pool is not served, and without a pool nothing is whole.

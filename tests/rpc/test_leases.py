@@ -170,3 +170,19 @@ def test_expiry_is_swept_in_slices():
     steps = [before - after for before, after in itertools.pairwise(left)]
     assert max(steps) == limits.EXPIRY_SLICE_SEQUENCES
     assert manager.cache.stats().free_blocks == 4096
+
+
+def test_a_sweep_that_fails_is_logged_and_not_the_last(make_server, eventually, caplog, monkeypatch):
+    server = make_server(lease_ttl_ms=100)
+    sweep = server.engine.sweep
+    failures = iter([RuntimeError("a bug"), RuntimeError("another")])
+
+    def failing() -> bool:
+        for failure in failures:
+            raise failure
+        return sweep()
+
+    monkeypatch.setattr(server.engine, "sweep", failing)
+    server.engine.register_client(A, name="a", role=1)
+    eventually(lambda: server.engine.expired_leases == 1)
+    assert caplog.text.count("a sweep of the leases failed") == 2

@@ -23,11 +23,12 @@ from radixpool.kernels.forest_pack import ALIGN, SECTIONS, CutFacts, Layout, tab
 from radixpool.kernels.launch import (
     FEW_PARTS,
     TILE_ROWS,
+    ConfigOf,
     DeviceInfo,
-    TileConfig,
     ctas_per_head,
     merge_config,
     merge_config_for_any,
+    merge_programs,
 )
 from radixpool.kernels.native_cut import NativeCut, NumpyCut
 from radixpool.kernels.plan_step import MAX_GROWTH_TOKENS, NO_GROWTH, Message, padded
@@ -81,16 +82,16 @@ class DevicePlan:
     """The device side of one plan. Upload before use; the tensors stay valid until the next upload of another size."""
 
     def __init__(
-        self, spec: AttentionSpec, device: DeviceInfo, config_of: Callable[[int, bool], TileConfig],
+        self, spec: AttentionSpec, device: DeviceInfo, config_of: ConfigOf,
         capacity: PlanCapacity | None,
     ) -> None:  # fmt: skip
         self.spec, self.device, self.config_of, self.capacity = spec, device, config_of, capacity
         self.heights: dict[int, int] = {}
-        self.merge_grid = 0
+        self.merge_grid = 0 if capacity is None else capacity.max_rows
         self.tall = capacity is not None
         self.bound: dict[Any, Any] = {}
         self.merge = FEW_PARTS if capacity is None else merge_config_for_any(capacity.max_rows, spec, device)
-        self.num_seqs = self.width = 0
+        self.num_seqs, self.watched = 0, True
         self.buffer: Tensor | None = None
         self.workspace: Workspace | None = None
         self.fixed_tables: Tensor | None = None
@@ -110,31 +111,39 @@ class DevicePlan:
     def full_grids(self) -> tuple[int, ...]:
         """The programs of every tile height: the grids of a plan with a capacity."""
         return tuple(
-            ctas_per_head(self.config_of(h, True), self.spec, self.device) if h >= self.spec.group_size else 0
+            ctas_per_head(self.config_of(h, tall=True), self.spec, self.device) if h >= self.spec.group_size else 0
             for h in TILE_ROWS
         )
 
     def lay_out(self, facts: CutFacts, num_seqs: int, width: int) -> Layout:
         """Return where the sections of a batch lie: as close as they can, or where the capacity has them."""
+        merging = merge_programs(self.merge, self.spec.num_q_heads) if self.watched else 0
         c = self.capacity
         stride = padded(width + ROOM_BLOCKS) if c is None else padded(min(width + MAX_GROWTH_TOKENS, c.max_blocks))
         tables = num_seqs * stride
         if c is None:
             rows, merged, grids = facts.num_rows * ROW_RECORD, facts.num_merge_rows, facts.programs
             items = (count * RECORD for count in facts.items)
-            widths = (ALIGN, num_seqs, rows, merged, merged + 1, facts.num_parts, *items, tables)
+            widths = (ALIGN, 1 + merged * merging, num_seqs, rows, merged, merged + 1, facts.num_parts, *items, tables)
             return Layout.of(widths, grids, stride)
         items = ((c.max_items + grid) * RECORD if grid else 0 for grid in self.full_grids)
         lists = c.max_rows, c.max_rows + 1, c.max_parts
-        widths = (ALIGN, c.max_seqs, c.max_rows * ROW_RECORD, *lists, *items, tables)
+        widths = (ALIGN, 1 + c.max_rows * merging, c.max_seqs, c.max_rows * ROW_RECORD, *lists, *items, tables)
         return Layout.of(widths, self.full_grids, stride)
 
-    def upload(self, cut: NativeCut | NumpyCut, num_seqs: int, width: int) -> None:
-        """Copy a cut batch to the device, in one transfer (with a capacity the tables are another)."""
+    def upload(self, cut: NativeCut | NumpyCut, num_seqs: int, width: int, *, watched: bool = True) -> None:
+        """Copy a cut batch to the device, in one transfer (with a capacity the tables are another).
+
+        `watched`: merges may watch the attending programs (see device_merge.py); others wait for all of them.
+        """
         refuse_capture(self.spec.device)
         facts, capacity = cut.facts, self.capacity
         self.forget()
-        self.facts, self.num_seqs, self.width = facts, num_seqs, width
+        self.watched = watched
+        if capacity is None:
+            self.tall, self.merge_grid = bool(facts.tall), facts.num_merge_rows
+            self.merge = merge_config(facts.num_parts / max(1, facts.num_merge_rows))
+        self.facts, self.num_seqs = facts, num_seqs
         self.layout = layout = self.lay_out(facts, num_seqs, width)
         self.host = host = staging(layout.total, self.spec.device)
         cut.pack(layout, host)
@@ -144,15 +153,12 @@ class DevicePlan:
             self.buffer = torch.empty(entries, dtype=torch.int32, device=self.spec.device)
         if self.fixed_tables is None:
             self.buffer.copy_(host, non_blocking=True)
-            self.tall, self.merge_grid = bool(facts.tall), facts.num_merge_rows
-            self.merge = merge_config(facts.num_parts / max(1, facts.num_merge_rows))
             self.reserve_parts(facts.num_parts, facts.num_merge_rows)
         else:
             assert capacity is not None
             self.buffer.copy_(host[:entries], non_blocking=True)
             given = host[entries:].view(-1, layout.table_stride)[:num_seqs, :width]
             self.fixed_tables[:num_seqs, :width].copy_(given, non_blocking=True)
-            self.merge_grid = capacity.max_rows
         assert self.workspace is not None
         if facts.num_parts:
             self.workspace.forget(facts.num_parts)

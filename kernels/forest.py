@@ -12,14 +12,13 @@ Without sharing this is split-KV decoding with a balanced cut (stream-K). The id
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, DeviceInfo, TileConfig, ctas_per_head
+from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, ConfigOf, DeviceInfo, ctas_per_head
 from radixpool.kernels.spec import AttentionSpec
 from radixpool.kernels.token_cuts import cut_tokens
 
@@ -242,10 +241,10 @@ def runs_beside(tiles: Tiles) -> bool:
     return bool(tall.any()) and int(work[~tall].sum()) <= BESIDE_SHARE * TALL_COST * int(work[tall].sum())
 
 
-def sm_step(config_of: Callable[[int, bool], TileConfig], spec: AttentionSpec) -> int:
+def sm_step(config_of: ConfigOf, spec: AttentionSpec) -> int:
     """Return the fewest multiprocessors whose narrow programs share out evenly over the KV heads."""
     narrowest = next(h for h in TILE_ROWS if h >= spec.group_size)
-    return spec.num_kv_heads // math.gcd(spec.num_kv_heads, config_of(narrowest, False).ctas_per_sm)
+    return spec.num_kv_heads // math.gcd(spec.num_kv_heads, config_of(narrowest, tall=False).ctas_per_sm)
 
 
 def split_sms(tiles: Tiles, num_sms: int, step: int) -> int:
@@ -301,11 +300,11 @@ def cut_height(
 
 
 def programs_of(
-    height: int, config_of: Callable[[int, bool], TileConfig], spec: AttentionSpec, device: DeviceInfo, *, tall: bool,
+    height: int, config_of: ConfigOf, spec: AttentionSpec, device: DeviceInfo, *, tall: bool,
     beside: bool,
 ) -> int:  # fmt: skip
     """Return how many programs per KV head run the tiles of one height; `beside` holds back narrow ones only."""
-    return ctas_per_head(config_of(height, tall), spec, device, beside=beside and height < TALL_ROWS)
+    return ctas_per_head(config_of(height, tall=tall), spec, device, beside=beside and height < TALL_ROWS)
 
 
 def programs_apart(per_sm: int, num_kv_heads: int, num_sms: int) -> int:
@@ -315,7 +314,7 @@ def programs_apart(per_sm: int, num_kv_heads: int, num_sms: int) -> int:
 
 def build_forest(
     tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
-    config_of: Callable[[int, bool], TileConfig], *, min_gain_bytes: float = 1.0,
+    config_of: ConfigOf, *, min_gain_bytes: float = 1.0,
     tall_kernel: TallKernel = "plain",
 ) -> Forest:  # fmt: skip
     """Cut a batch into work items. Vectorised but for one loop over shared paths; O(n log n + table entries).
@@ -353,7 +352,7 @@ def build_forest(
             if apart:
                 tallest = height == TILE_ROWS[-1]
                 sms = tall_sms if tallest else device.num_sms - tall_sms
-                programs = programs_apart(config_of(height, tallest).ctas_per_sm, spec.num_kv_heads, sms)
+                programs = programs_apart(config_of(height, tall=tallest).ctas_per_sm, spec.num_kv_heads, sms)
             chunk, starts[height] = cut_height(tiles, own, programs, guarded, backs, merging=merging)
             chunks.append(chunk)
     columns = [np.concatenate(c) for c in zip(*chunks, strict=True)] if chunks else [np.zeros(0, np.int64)] * 7

@@ -2,7 +2,7 @@
 
 /* Where each section begins in one buffer of int32, and the programs launched; mirrored by forest_pack.Layout. */
 typedef struct {
-    i64 counts, lens, rows, merge_rows, merge_starts, merge_parts, items[HEIGHTS], tables, table_stride, grids[HEIGHTS];
+    i64 counts, marks, lens, rows, merge_rows, merge_starts, merge_parts, items[HEIGHTS], tables, table_stride, grids[HEIGHTS];
 } Layout;
 
 static void write_record(i32 *record, const Piece *p) {
@@ -39,7 +39,7 @@ void radixpool_pack(const void *handle, const Layout *to, i32 *out) {
     const Batch *in = c->in;
     const Piece *pieces = c->pieces;
     i64 merged = c->sizes->num_merge_rows;
-    memset(out + to->counts, 0, ALIGN * sizeof(i32));
+    memset(out + to->counts, 0, (size_t)(to->lens - to->counts) * sizeof(i32)); /* the marks too */
     out[to->counts] = (i32)merged;
     memcpy(out + to->lens, in->lens, (size_t)in->num_seqs * sizeof(i32));
     write_rows(c, out + to->rows);

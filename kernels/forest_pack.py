@@ -1,5 +1,6 @@
 """A cut as the device reads it: all tables of the forest, one section after another, in one buffer of int32.
 
+"counts" begins with the number of rows to merge, "marks" is zero: room for programs that tell one call from the next.
 `Layout` says where each section lies, `pack` writes a forest there and `unpack` reads it back. C writes the same
 (forest_pack.c).
 """
@@ -17,7 +18,8 @@ from radixpool.kernels.launch import TILE_ROWS
 
 ALIGN = 16  # int32 entries: sections start on 64 bytes, which Triton's 16-byte specialisation needs
 SECTIONS = (
-    "counts", "lens", "rows", "merge_rows", "merge_starts", "merge_parts", *(f"items{h}" for h in TILE_ROWS), "tables",
+    "counts", "marks", "lens", "rows", "merge_rows", "merge_starts", "merge_parts",
+    *(f"items{h}" for h in TILE_ROWS), "tables",
 )  # fmt: skip
 
 
@@ -86,18 +88,19 @@ class Layout:
 
 def pack(forest: Forest, layout: Layout, tables: Array, lens: Array, out: Array) -> None:
     """Write a forest, its tables and its lengths to their places in `out`."""
-    counts = np.zeros(ALIGN, np.int32)
-    counts[0] = len(forest.merge_rows)
     nothing = np.zeros((0, RECORD), np.int32)
     items = [
         fill_grid(forest.items.get(h, nothing), forest.programs.get(h, 0), grid)
         for h, grid in zip(TILE_ROWS, layout.grids, strict=True)
     ]
+    counts, _, *others = layout.begins
+    out[counts : others[0]] = 0
+    out[counts] = len(forest.merge_rows)
     flat = (
-        counts, lens, forest.rows.reshape(-1), forest.merge_rows, forest.merge_starts, forest.merge_parts,
+        lens, forest.rows.reshape(-1), forest.merge_rows, forest.merge_starts, forest.merge_parts,
         *(i.reshape(-1) for i in items),
     )  # fmt: skip
-    for begin, values in zip(layout.begins, flat, strict=False):
+    for begin, values in zip(others, flat, strict=False):
         out[begin : begin + len(values)] = values
     tables_in(out, layout, len(lens))[:, : tables.shape[1]] = tables
 

@@ -10,6 +10,7 @@ import functools
 import json
 from dataclasses import dataclass
 from importlib import resources
+from typing import Protocol
 
 import torch
 
@@ -53,6 +54,15 @@ class TileConfig:
     split: bool = False
     max_registers: int = 0
     ctas_beside: int = 1
+
+
+class ConfigOf(Protocol):
+    """The launch configurations of one plan; one object for equal plans, so that what follows from it can be kept."""
+
+    def __call__(self, tile_rows: int, *, tall: bool) -> TileConfig:
+        """Return the configuration of one class of tiles; `tall`: the plan has tall tiles too."""
+
+    def __hash__(self) -> int: ...
 
 
 def next_power_of_two(n: int) -> int:
@@ -153,6 +163,15 @@ def merge_config(parts_per_row: float) -> MergeConfig:
     if parts_per_row <= FEW_PARTS.block_n:
         return FEW_PARTS
     return SOME_PARTS if parts_per_row <= SOME_PARTS.block_n else MANY_PARTS
+
+
+def merge_programs(config: MergeConfig, num_q_heads: int) -> int:
+    """Return how many programs join the heads of one row.
+
+    >>> merge_programs(FEW_PARTS, 32), merge_programs(FEW_PARTS, 6), merge_programs(MANY_PARTS, 8)
+    (8, 2, 8)
+    """
+    return -(-num_q_heads // min(config.heads, next_power_of_two(num_q_heads)))
 
 
 def merge_config_for_any(max_rows: int, spec: AttentionSpec, device: DeviceInfo) -> MergeConfig:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from radixpool.kernels import forest as numpy_cut
 from radixpool.kernels import forest_pack, launch, token_cuts
 from radixpool.kernels.forest import Array, Forest, TallKernel
 from radixpool.kernels.forest_pack import CutFacts, Layout
-from radixpool.kernels.launch import TILE_ROWS, DeviceInfo, TileConfig
+from radixpool.kernels.launch import TILE_ROWS, ConfigOf, DeviceInfo
 from radixpool.kernels.native import load
 from radixpool.kernels.spec import AttentionSpec
 
@@ -78,7 +77,7 @@ def address(array: Array) -> int:
 
 @functools.lru_cache(maxsize=64)
 def fixed_fields(
-    spec: AttentionSpec, device: DeviceInfo, config_of: Callable[[int, bool], TileConfig], min_gain_bytes: float,
+    spec: AttentionSpec, device: DeviceInfo, config_of: ConfigOf, min_gain_bytes: float,
     item_overhead_bytes: int, tall_kernel: TallKernel,
 ) -> bytes:  # fmt: skip
     """Return a `Batch` without its arrays: what stays the same from step to step."""
@@ -89,7 +88,7 @@ def fixed_fields(
         sm_step=numpy_cut.sm_step(config_of, spec),
     )  # fmt: skip
     for h, height in enumerate(TILE_ROWS):
-        batch.per_sm[h] = config_of(height, height == TILE_ROWS[-1]).ctas_per_sm
+        batch.per_sm[h] = config_of(height, tall=height == TILE_ROWS[-1]).ctas_per_sm
         for tall in (0, 1):
             for beside in (0, 1):
                 batch.programs[h][tall][beside] = numpy_cut.programs_of(
@@ -141,7 +140,7 @@ class NativeCut:
 
 def cut_batch(
     tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
-    config_of: Callable[[int, bool], TileConfig], *, min_gain_bytes: float = 1.0,
+    config_of: ConfigOf, *, min_gain_bytes: float = 1.0,
     tall_kernel: TallKernel = "plain",
 ) -> NativeCut | NumpyCut:  # fmt: skip
     """Cut a batch as `forest.build_forest` does; in C where there is a compiler. int32 arrays, contiguous rows."""

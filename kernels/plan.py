@@ -20,7 +20,7 @@ from torch import Tensor
 from radixpool.kernels.device_plan import DevicePlan, PlanCapacity
 from radixpool.kernels.extend_plan import DECODE_QUERY_TOKENS, extend_config
 from radixpool.kernels.forest import Forest, TallKernel
-from radixpool.kernels.launch import DeviceInfo, TileConfig, tile_config
+from radixpool.kernels.launch import ConfigOf, DeviceInfo, TileConfig, tile_config
 from radixpool.kernels.native_cut import NativeCut, NumpyCut, cut_batch
 from radixpool.kernels.plan_step import Message, StepWatch, put_entries
 from radixpool.kernels.spec import AttentionSpec
@@ -72,12 +72,12 @@ class ForestPlan:
         return -(-self.seq_lens // np.int32(self.spec.block_size))
 
     @property
-    def config_of(self) -> Callable[[int, bool], TileConfig]:
+    def config_of(self) -> ConfigOf:
         """The launch configuration by tile height and presence of tall tiles; the same object for equal plans.
 
         A plan with a capacity may meet both, and its launches are fixed: it counts as one with tall tiles.
         """
-        return config_function(self.spec, self.device.arch, self.capacity is not None, tile_config)
+        return config_function(self.spec, self.device.arch, tile_config, fixed=self.capacity is not None)
 
     @property
     def device(self) -> DeviceInfo:
@@ -146,7 +146,7 @@ class ForestPlan:
             cut = self.cut_to_fit(tables, lens, new, starts)
             if self.device_plan is None:
                 self.device_plan = DevicePlan(self.spec, self.device, self.config_of, self.capacity)
-            self.device_plan.upload(cut, *tables.shape)
+            self.device_plan.upload(cut, *tables.shape, watched=self.tall_kernel(new) == "plain")
             tables, self.fast = self.device_plan.host_tables()[:, : tables.shape[1]], None
         else:
             tables = tables.copy()
@@ -178,15 +178,13 @@ class ForestPlan:
 
 
 @functools.cache
-def config_function(
-    spec: AttentionSpec, arch: int, fixed: bool, table: Callable[..., TileConfig]
-) -> Callable[[int, bool], TileConfig]:
+def config_function(spec: AttentionSpec, arch: int, table: Callable[..., TileConfig], *, fixed: bool) -> ConfigOf:
     """Return `config_for` of these shapes; one object for each, so that what follows from it can be kept."""
-    return functools.partial(config_for, spec, arch, fixed, table)
+    return functools.partial(config_for, spec, arch, table, fixed=fixed)
 
 
 def config_for(
-    spec: AttentionSpec, arch: int, fixed: bool, table: Callable[..., TileConfig], tile_rows: int, tall: bool
+    spec: AttentionSpec, arch: int, table: Callable[..., TileConfig], tile_rows: int, *, fixed: bool, tall: bool
 ) -> TileConfig:
     """Return the launch configuration of one class of tiles; `fixed` plans count as plans with tall tiles."""
     head_dim = max(spec.head_dim, spec.v_head_dim)

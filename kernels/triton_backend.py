@@ -149,7 +149,7 @@ class BoundCall:
                 continue
             pairs = uses_pairs(spec, height, on_device.device.arch, interpreted=INTERPRETED)
             variant = attend_variant(
-                spec, plan.config_of(height, on_device.tall), height, features, pairs=pairs, chained=chained
+                spec, plan.config_of(height, tall=on_device.tall), height, features, pairs=pairs, chained=chained
             )
             grid = (spec.num_kv_heads, on_device.heights[height], 1)
             fixed = (*states, tables, sections["lens"], sections[f"items{height}"], sections["rows"])

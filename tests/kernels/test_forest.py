@@ -30,7 +30,7 @@ def spec_of(heads=(32, 8), block_size=16, dim=128):
     )  # fmt: skip
 
 
-def config_of(height, tall):
+def config_of(height, *, tall):
     return TileConfig(64, 4, 3, 2 if height < 64 else 1)
 
 

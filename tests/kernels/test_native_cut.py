@@ -19,7 +19,7 @@ from radixpool.kernels.launch import DeviceInfo, TileConfig
 HEADS = [(8, 8), (8, 2), (9, 3), (32, 8), (48, 1)]
 
 
-def config_of(height, tall):
+def config_of(height, *, tall):
     return TileConfig(64, 4, 3, 2 if height < 64 else 1)
 
 
@@ -53,7 +53,7 @@ def both(tables, lens, new, spec, sms=132, **options):
     np.cumsum(new, out=starts[1:])
     arguments = (np.ascontiguousarray(tables), lens, new, starts, spec, DeviceInfo(90, sms, True), config_of)
     cut = native_cut.cut_batch(*arguments, **options)
-    widths = (16, len(lens), 4 * cut.facts.num_rows, *[cut.facts.num_rows + 1] * 2, cut.facts.num_parts)
+    widths = (16, 1, len(lens), 4 * cut.facts.num_rows, *[cut.facts.num_rows + 1] * 2, cut.facts.num_parts)
     layout = Layout.of((*widths, *(16 * n for n in cut.facts.items), tables.size), cut.facts.programs, tables.shape[1])
     host = torch.full((layout.total,), -7, dtype=torch.int32)
     cut.pack(layout, host)

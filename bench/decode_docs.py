@@ -1,15 +1,12 @@
-"""Make the documentation of a run of decode.py: data, plot and the tables of docs/performance-kernels.md.
-
-usage: python bench/decode_docs.py [OUT [COMMIT]]   (the folder that decode.py wrote, default: out; what it measured)
-"""
+"""Make the documentation of a run of decode.py: data, plot and the tables of docs/performance-kernels.md."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import math
 import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -209,8 +206,11 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "out")
-    commit = f"; measured at commit {sys.argv[2]}" if len(sys.argv) > 2 else ""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("out"), help="holds decode.csv and decode.json")
+    parser.add_argument("commit", nargs="?", default="", help="what was measured")
+    options = parser.parse_args()
+    folder, commit = options.folder, f"; measured at commit {options.commit}" if options.commit else ""
     cases = load(folder / "decode.csv")
     meta = json.loads((folder / "decode.json").read_text())["meta"]
     page, data, image = DOCS / "performance-kernels.md", DOCS / "data" / "decode.csv", DOCS / "images" / "decode.png"

@@ -1,14 +1,11 @@
-"""Make the documentation of a run of extend.py: data, plot and the tables of docs/performance-extend.md.
-
-usage: python bench/extend_docs.py [OUT]   (the folder that extend.py wrote; default: out)
-"""
+"""Make the documentation of a run of extend.py: data, plot and the tables of docs/performance-extend.md."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import math
 import shutil
-import sys
 from pathlib import Path
 
 from decode_docs import replace_between, table
@@ -131,7 +128,9 @@ def plot(cases: dict[str, Times], ceilings: dict[str, float], path: Path) -> Non
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "out")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("out"), help="holds extend.csv")
+    folder = parser.parse_args().folder
     cases, ceilings = load(folder / "extend.csv")
     page, data, image = DOCS / "performance-extend.md", DOCS / "data" / "extend.csv", DOCS / "images" / "extend.png"
     text = page.read_text()

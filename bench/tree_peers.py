@@ -389,5 +389,7 @@ if __name__ == "__main__":
         setup(Path(sys.argv[2]).resolve())
     elif len(sys.argv) == 4 and sys.argv[1] == "run" and sys.argv[2] in CLASSES:
         serve(sys.argv[2], Path(sys.argv[3]).resolve())
+    elif sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__)
     else:
         sys.exit(__doc__)

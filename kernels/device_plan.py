@@ -86,7 +86,6 @@ class DevicePlan:
         capacity: PlanCapacity | None,
     ) -> None:  # fmt: skip
         self.spec, self.device, self.config_of, self.capacity = spec, device, config_of, capacity
-        self.heights: dict[int, int] = {}
         self.merge_grid = 0 if capacity is None else capacity.max_rows
         self.tall = capacity is not None
         self.bound: dict[Any, Any] = {}
@@ -147,7 +146,6 @@ class DevicePlan:
         self.layout = layout = self.lay_out(facts, num_seqs, width)
         self.host = host = staging(layout.total, self.spec.device)
         cut.pack(layout, host)
-        self.heights = {h: grid for h, grid in zip(TILE_ROWS, layout.grids, strict=True) if grid}
         entries = layout.total if capacity is None else layout.begins[-1]
         if self.buffer is None or len(self.buffer) != entries:
             self.buffer = torch.empty(entries, dtype=torch.int32, device=self.spec.device)
@@ -166,8 +164,13 @@ class DevicePlan:
     def forget(self) -> None:
         """Drop what was made for the last upload."""
         self.bound.clear()
-        for name in ("sections", "tables", "forest", "sender"):
+        for name in ("sections", "tables", "heights", "forest", "sender"):
             self.__dict__.pop(name, None)
+
+    @functools.cached_property
+    def heights(self) -> dict[int, int]:
+        """The programs launched for each KV head, by tile height."""
+        return {h: grid for h, grid in zip(TILE_ROWS, self.layout.grids, strict=True) if grid}
 
     @functools.cached_property
     def sections(self) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -62,8 +61,7 @@ class CutFacts(NamedTuple):
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Where the sections lie: `begins` in the order of `SECTIONS`, `total` entries in all.
 
     `grids` are the programs launched for each tile height (0: no launch); those without work have an empty item.

@@ -61,6 +61,7 @@ def library() -> ctypes.CDLL | None:
             ("drop", None, (POINTER,)),
             ("compare", INT, (POINTER, POINTER, POINTER, INT, POINTER)),
             ("advance", INT, (POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER)),
+            ("send", INT, (POINTER, POINTER, POINTER, INT, INT)),
         ):
             function = getattr(found, f"radixpool_{name}")
             function.restype, function.argtypes = result, arguments

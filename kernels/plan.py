@@ -143,10 +143,11 @@ class ForestPlan:
         if self.capacity is not None:
             self.capacity.check(tables, starts)
         if self.spec.backend == "triton":
-            cut = self.cut_to_fit(tables, lens, new, starts)
             if self.device_plan is None:
                 self.device_plan = DevicePlan(self.spec, self.device, self.config_of, self.capacity)
-            self.device_plan.upload(cut, *tables.shape, watched=self.tall_kernel(new) == "plain")
+            kernel: TallKernel = "plain" if query_lens is None else self.tall_kernel(new)
+            cut = self.cut_to_fit(tables, lens, new, starts, kernel)
+            self.device_plan.upload(cut, *tables.shape, watched=kernel == "plain")
             tables, self.fast = self.device_plan.host_tables()[:, : tables.shape[1]], None
         else:
             tables = tables.copy()
@@ -161,15 +162,16 @@ class ForestPlan:
         return "persistent" if extends and extend_config(self.spec, self.device.arch) is not None else "plain"
 
     def cut_to_fit(
-        self, tables: Int32Array, lens: Int32Array, new: Int32Array, starts: Int32Array
-    ) -> NativeCut | NumpyCut:  # fmt: skip
+        self, tables: Int32Array, lens: Int32Array, new: Int32Array, starts: Int32Array, kernel: TallKernel
+    ) -> NativeCut | NumpyCut:
         """Cut a batch into items; share less where a capacity has no room for the partial states."""
+        assert self.device_plan is not None
+        device, config_of = self.device_plan.device, self.device_plan.config_of
         gain = 1.0 if self.sharing == "forest" else np.inf
         while True:
             cut = cut_batch(
-                tables, lens, new, starts, self.spec, self.device, self.config_of, min_gain_bytes=gain,
-                tall_kernel=self.tall_kernel(new),
-            )  # fmt: skip
+                tables, lens, new, starts, self.spec, device, config_of, min_gain_bytes=gain, tall_kernel=kernel
+            )
             if self.capacity is None or self.capacity.holds(cut.facts):
                 return cut
             if gain == np.inf:
@@ -276,7 +278,8 @@ def check_lengths(tables: Int32Array, lens: Int32Array, new: Int32Array | None, 
         )
     if new is not None and new.size and new.min() < 0:
         raise ValueError(f"query_lens: expected no negative length, got {new.min()}")
-    if lens.size and (lens.min() < 0 or lens.max() > tables.shape[1] * block_size):
+    room = min(tables.shape[1] * block_size, INT32.max)
+    if lens.size and int(lens.view(np.uint32).max()) > room:  # where a negative length is the largest of all
         if lens.min() < 0:
             raise ValueError(f"seq_lens: expected no negative length, got {lens.min()}")
         i = int(lens.argmax())

@@ -8,6 +8,7 @@ no plan, as a plan may be dropped before its steps have run.
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -20,21 +21,23 @@ from triton.runtime import driver
 from radixpool.kernels.device_step import apply_step
 from radixpool.kernels.forest_pack import ALIGN
 from radixpool.kernels.launch import next_power_of_two
+from radixpool.kernels.native_cut import library
 from radixpool.kernels.plan_step import MAX_CHANGES, Message, message_entries
-from radixpool.kernels.variant import INTERPRETED, KernelVariant, Launch
+from radixpool.kernels.variant import KernelVariant, Launch
 
 HEADER = ALIGN  # entries before what a step writes: the ticket, and room
 LAST_TICKET = 2**31 - 1
+WARP_THREADS = 32
 
 
 class HostMessage(Message):
     """A message in memory that both sides reach, with a ticket before it."""
 
-    __slots__ = ("memory", "ticket", "words")
+    __slots__ = ("memory", "memory_address", "ticket", "words")
 
     def __init__(self, entries: int, device: torch.device) -> None:
         self.memory = torch.zeros(HEADER + entries, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.words = self.memory.numpy()
+        self.words, self.memory_address = self.memory.numpy(), self.memory.data_ptr()
         self.ticket = 0
         super().__init__(self.words[HEADER:])
 
@@ -66,16 +69,39 @@ def step_sources() -> Iterator[tuple[str, ASTSource, dict[str, Any]]]:
     yield "plan_step", source, variant.options
 
 
-class StepSender:
-    """Sends the steps of one uploaded plan: to its `lens` and its `tables` `[num_seqs, stride]` on the device."""
+class Bound(ctypes.Structure):
+    """The launch of one upload's steps; mirrors `Bound` of forest_step.c."""
 
-    __slots__ = ("device", "entries", "launch", "ring")
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("launch", "function", "lens", "tables")),
+        *((name, ctypes.c_int64) for name in ("threads", "shared_bytes", "num_seqs", "stride")),
+    )  # fmt: skip
+
+
+@functools.cache
+def cuda_launch() -> int | None:
+    """Return the address of `cuLaunchKernel`, or None where there is no driver."""
+    try:
+        return ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+class StepSender:
+    """Sends the steps of one uploaded plan: to its `lens` and its `tables` `[num_seqs, stride]` on the device.
+
+    Steps after the first of a device go from C to the driver, which takes a third of the time of Triton's launcher;
+    where that is not possible, they go through Triton.
+    """
+
+    __slots__ = ("bound", "device", "entries", "fixed", "numbers", "ring")
 
     def __init__(self, lens: Tensor, tables: Tensor, *, num_seqs: int) -> None:
         self.device = tables.device
+        self.fixed, self.numbers = (lens, tables), (num_seqs, tables.stride(0))
         self.entries = message_entries(next_power_of_two(max(1, num_seqs)))
         self.ring = _RINGS.setdefault((self.device, self.entries), Ring())
-        self.launch = Launch(step_variant(), (1, 1, 1), (lens, tables), (num_seqs, tables.stride(0)))
+        self.bound = self.bind()
 
     def take(self) -> HostMessage:
         """Return a message to write; it must be sent or given back."""
@@ -94,15 +120,34 @@ class StepSender:
 
     def send(self, message: HostMessage, num_changes: int) -> None:
         """Have the device apply the message, in the order of the current stream."""
+        message.ticket = message.ticket % LAST_TICKET + 1
+        if not self.send_directly(message, num_changes):
+            self.send_by_triton(message, num_changes)
+        self.ring.append(message)
+
+    def bind(self) -> Bound | None:
+        """Return the launch for C, if the kernel is compiled for this device and asks for no memory of Triton's."""
+        kernel = step_variant().compiled.get(self.device.index)
+        launch = None if kernel is None else cuda_launch()
+        if launch is None or kernel.metadata.global_scratch_size:
+            return None
+        threads, addresses = kernel.metadata.num_warps * WARP_THREADS, (t.data_ptr() for t in self.fixed)
+        return Bound(launch, kernel.function, *addresses, threads, kernel.metadata.shared, *self.numbers)
+
+    def send_directly(self, message: HostMessage, num_changes: int) -> bool:
+        """Launch from C; return False where that is not possible, as in a thread that has not met CUDA yet."""
+        code = library()
+        if self.bound is None or code is None:
+            return False
+        stream, bound = driver.active.get_current_stream(self.device.index), ctypes.addressof(self.bound)
+        return not code.radixpool_send(bound, stream, message.memory_address, num_changes, message.ticket)
+
+    def send_by_triton(self, message: HostMessage, num_changes: int) -> None:
+        """Launch through Triton, which compiles the kernel at the first call on a device."""
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                self.send(message, num_changes)
+                self.send_by_triton(message, num_changes)
             return
-        message.ticket = message.ticket % LAST_TICKET + 1
-        numbers = num_changes, message.ticket
-        if INTERPRETED or self.launch.kernel is None:
-            self.launch.first((message.memory,), numbers, self.device.index)
-        else:
-            stream = driver.active.get_current_stream(self.device.index)
-            self.launch.again([message.memory.data_ptr()], numbers, stream)
-        self.ring.append(message)
+        launch = Launch(step_variant(), (1, 1, 1), self.fixed, self.numbers)
+        launch.first((message.memory,), (num_changes, message.ticket), self.device.index)
+        self.bound = self.bind()

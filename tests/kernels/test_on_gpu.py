@@ -2,6 +2,7 @@
 
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,41 @@ elif __name__ == "__main__":
             assert len(kernels) == built, sorted(p.name for p in kernels)
         built = len(kernels)
     assert built
+
+
+def test_a_plan_is_neither_made_nor_moved_in_a_graph(make_batch):
+    """A replay would send the same step again, from memory that holds another by then."""
+    batch = make_batch(kv_dtype=BF16, lens=(60, 90))
+    plan, graph = batch.plan(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        torch.zeros(4, device="cuda")
+        for step in (lambda: plan.update(None, [61, 91]), lambda: plan.update(None, [5, 5]), batch.plan):
+            with pytest.raises(RuntimeError, match="CUDA graph"):
+                step()
+    assert plan.seq_lens.tolist() == [60, 90]
+
+
+def test_steps_outlive_the_plan_that_sent_them(make_batch):
+    """Messages are no memory of the plan: one dropped behind a long kernel leaves those of the next alone."""
+    batch = make_batch(kv_dtype=BF16, lens=(60, 90))
+    torch.cuda._sleep(100_000_000)
+    outs = []
+    for _ in range(40):
+        plan = plan_forest(batch.tables, [20, 30], spec=batch.spec)
+        assert plan.update(None, [40, 60]) and plan.update(None, list(batch.lens))
+        outs.append(batch.run(plan)[0])
+        del plan
+    want = batch.reference()[0]
+    for out in outs:
+        torch.testing.assert_close(out.cpu().double(), want, atol=2e-2, rtol=2e-2)
+
+
+def test_the_second_step_goes_from_c_to_the_driver(make_batch):
+    """The first compiles through Triton; what C launches has the same effect, also from a thread that is new to CUDA."""
+    batch = make_batch(kv_dtype=BF16, lens=(60, 90))
+    plan = plan_forest(batch.tables, [20, 30], spec=batch.spec)
+    assert plan.update(None, [21, 31])
+    assert plan.device_plan.sender.bound is not None
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(plan.update, None, list(batch.lens)).result()
+    batch.check(plan, tolerance=2e-2)

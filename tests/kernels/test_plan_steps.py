@@ -1,12 +1,14 @@
 """One plan from step to step: what keeps the cut, what is sent, and that attention stays right on the way."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from radixpool.kernels import PlanCapacity, plan_forest
+from radixpool.kernels import PlanCapacity, native_cut, plan_forest, plan_step
 from radixpool.kernels.plan_step import MAX_CHANGES, MAX_GROWTH_TOKENS
 
 BOTH = pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -36,8 +38,12 @@ def device_tables(plan):
     fixed=st.booleans(), share=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_steps_that_grow_keep_the_cut_and_the_result(make_batch, steps, fixed, share):
+@pytest.mark.parametrize("planner", ["C", "numpy"])
+def test_steps_that_grow_keep_the_cut_and_the_result(make_batch, monkeypatch, planner, steps, fixed, share):
     """Tables get wider on the way; each step is told as whole tables, as changes, or as lengths alone."""
+    if planner == "numpy":
+        monkeypatch.setattr(native_cut, "library", lambda: None)
+        monkeypatch.setattr(plan_step, "library", lambda: None)
     batch = make_batch(heads=(4, 2), head_dim=16, block_size=4, lens=(76, 60, 71), shared=[([0, 2], 6)] * share)
     whole, lens = batch.tables.numpy(), [36, 20, 31]
     plan = plan_forest(whole[:, :9], lens, spec=batch.spec, capacity=CAPACITY if fixed else None)
@@ -166,3 +172,97 @@ def test_a_refused_step_with_wider_tables_leaves_no_room_behind(make_batch):
     with pytest.raises(ValueError, match="block_tables"):
         plan.update(None, too_long)
     assert plan.update(wider, [41, 34])
+
+
+def test_a_step_of_more_sequences_than_the_kernel_has_threads(make_batch):
+    batch = make_batch(block_size=1, lens=(4,))
+    count = MAX_CHANGES + 70
+    tables = np.arange(count * 4, dtype=np.int32).reshape(count, 4)
+    plan = plan_forest(tables[:, :2], [2] * count, spec=batch.spec)
+    lens = np.full(count, 2)
+    lens[-MAX_CHANGES:] = 3
+    rows = np.arange(count - MAX_CHANGES, count)
+    assert plan.advance(lens, rows=rows, columns=np.full(MAX_CHANGES, 2), blocks=tables[rows, 2])
+    assert (device_tables(plan)[rows, :3] == tables[rows, :3]).all()
+    assert plan.device_plan.sections["lens"][:count].tolist() == lens.tolist()
+
+
+def test_a_message_is_written_again_when_the_device_has_read_it(make_batch, monkeypatch):
+    """Steps may be queued without end: each gets a message of its own until the first are back, oldest first."""
+    plan_send = pytest.importorskip("radixpool.kernels.plan_send")
+    unread = []
+    monkeypatch.setattr(plan_send, "_RINGS", {})
+    monkeypatch.setattr(plan_send.StepSender, "send_directly", lambda *_: False)
+    monkeypatch.setattr(plan_send.StepSender, "send_by_triton", lambda _, message, changes: unread.append(message))
+    plan = make_batch(lens=(40, 33)).plan()
+    for growth in range(1, 5):
+        assert plan.update(None, [40 + growth, 33])
+    assert len(set(map(id, unread))) == 4
+    assert [m.body[0] for m in unread] == [41, 42, 43, 44]
+    for message in unread[:2]:
+        message.words[0] = message.ticket
+    for growth in range(5, 8):
+        assert plan.update(None, [40 + growth, 33])
+    assert unread[4:6] == unread[:2] and unread[6] not in unread[:6]
+
+
+def test_a_message_that_is_not_sent_is_given_back(make_batch):
+    plan = make_batch(lens=(40, 33)).plan()
+    ring = plan.device_plan.sender.ring
+    assert plan.update(None, [41, 34])
+    waiting = list(ring)
+    assert not plan.update(None, [39, 34])
+    assert list(ring) == waiting
+
+
+def test_the_driver_is_handed_what_the_kernel_takes(make_batch):
+    """C launches without Triton: the arguments of `apply_step` in their order, and two more that Triton adds."""
+    code = native_cut.library()
+    if code is None:
+        pytest.skip("no C compiler: steps go through Triton")
+    plan_send = pytest.importorskip("radixpool.kernels.plan_send")
+    seen = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
+    def launch(function, *given):
+        places = (ctypes.c_void_p * 9).from_address(given[8])
+        kinds = [ctypes.c_int32 if i in (1, 2, 5, 6) else ctypes.c_void_p for i in range(9)]
+        values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
+        seen.append((function, given[:8], values, given[9]))
+        return 7
+
+    address = ctypes.cast(launch, ctypes.c_void_p).value
+    bound = plan_send.Bound(address, 11, 0x1000, 0x2000, 1024, 64, 256, 272)
+    assert code.radixpool_send(ctypes.addressof(bound), 55, 0x3000, 16, 9) == 7
+    grid_block_shared_stream = (1, 1, 1, 1024, 1, 1, 64, 55)
+    assert seen == [(11, grid_block_shared_stream, [0x3000, 16, 9, 0x1000, 0x2000, 256, 272, None, None], None)]
+
+
+TOO_LARGE = [2**31, -(2**31) - 1, 2**40 + 1, 2**70]
+
+
+@pytest.mark.parametrize("value", TOO_LARGE)
+@pytest.mark.parametrize("name", ["block_tables", "seq_lens", "query_lens"])
+def test_values_beyond_int32_are_refused(make_batch, name, value):
+    spec = make_batch().spec
+    batch = {"block_tables": [[5, 6], [7, 8]], "seq_lens": [9, 30], "query_lens": [1, 1]}
+    bad = [[5, value], [7, 8]] if name == "block_tables" else [1, value]
+    with pytest.raises(ValueError, match=rf"{name}: expected values from .* \(int32\), got {value}"):
+        plan_forest(**batch | {name: bad}, spec=spec)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint32, np.uint64, np.float64, torch.int64])
+def test_steps_beyond_int32_change_nothing(make_batch, kind):
+    plan = make_batch(lens=(40, 33)).plan()
+    make = (lambda x: torch.tensor(x, dtype=kind)) if isinstance(kind, torch.dtype) else lambda x: np.array(x, kind)
+    error, message = (TypeError, "integers") if kind is np.float64 else (ValueError, "int32")
+    for step in (
+        lambda: plan.update(None, make([2**31 + 3, 33])),
+        lambda: plan.update(make([[2**31 + 3] * 3] * 2), [40, 33]),
+        lambda: plan.advance([40, 33], rows=make([2**31 + 3]), columns=[3], blocks=[1]),
+        lambda: plan.advance([40, 33], rows=[0], columns=make([2**31 + 3]), blocks=[1]),
+        lambda: plan.advance([40, 33], rows=[0], columns=[3], blocks=make([2**31 + 3])),
+    ):
+        with pytest.raises(error, match=message):
+            step()
+    assert plan.seq_lens.tolist() == [40, 33]

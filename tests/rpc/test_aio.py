@@ -63,10 +63,12 @@ async def test_a_fenced_client_loses_its_stream(server):
 
 
 async def test_the_lease_is_kept_by_the_background_task(make_server):
-    server = make_server(lease_ttl_ms=300)
+    server = make_server(lease_ttl_ms=3000)
     async with AsyncClient(server.address) as client:
         seq = await client.acquire(PROMPT)
-        await asyncio.sleep(0.9)
+        (lease,) = server.engine.leases
+        granted = lease.deadline
+        await _until(lambda: lease.deadline > granted)
         await seq.release()
     assert server.engine.expired_leases == 0
 

@@ -76,6 +76,7 @@ def test_a_holder_waits_for_the_lease_of_one_that_was_killed(server, other):
     assert found[0][0].pool_id == found[0][1].pool_id
 
 
+@pytest.mark.parametrize("server", [1_500], indirect=True)
 def test_a_holder_gives_way_to_one_that_lives(server, other):
     error = run(server, lambda _holder: pytest.fail("it is not ready"))
     assert isinstance(error, PoolMismatch)

@@ -96,6 +96,8 @@ class Operations:
         """Run the rows and operations of a batch in order, each by itself: an error becomes its result."""
         rows = read_rows(request.step_update) if request.HasField("step_update") else None
         self._room.begin(len(request.operations) + (0 if rows is None else len(rows)))
+        if rows is not None:  # a row and a block for each that is appended
+            self._room.take(2 * self._table_bytes(len(request.step_update.tokens) // TOKEN_BYTES))
         has_steps = request.HasField("steps")
         if has_steps:
             self._steps.completed(lease, request.steps)
@@ -209,6 +211,7 @@ class Operations:
 
     def _extend(self, lease: Lease, request: cache_pb2.ExtendRequest, reply: cache_pb2.ExtendResponse) -> None:
         sequence = self._find(lease, request.handle).sequence
+        self._room.take(self._table_bytes(len(request.tokens) // TOKEN_BYTES))
         before = len(sequence.packed_block_table)
         self._cache.extend(sequence, request.tokens)
         reply.num_tokens = sequence.num_tokens

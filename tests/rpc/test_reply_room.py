@@ -6,7 +6,7 @@ import pytest
 
 from radixpool.rpc import limits
 from radixpool.rpc import operations as ops
-from radixpool.rpc.client import Client
+from radixpool.rpc.client import Client, Step
 from radixpool.rpc.errors import LimitExceeded
 
 NUM_BLOCKS = 50_000
@@ -30,7 +30,9 @@ def test_one_sequence_many_times_is_answered_as_far_as_a_message_goes(client):
         assert fitting[-1].block_table.tolist() == seq.block_table.tolist()
         refused = views[len(fitting) :]
         assert {type(error) for error in refused} == {LimitExceeded}
-        with pytest.raises(LimitExceeded, match=f"the limit is {limits.MAX_MESSAGE_BYTES} bytes.*takes up to {VIEW_BYTES}"):
+        with pytest.raises(
+            LimitExceeded, match=f"the limit is {limits.MAX_MESSAGE_BYTES} bytes.*takes up to {VIEW_BYTES}"
+        ):
             raise refused[0]
 
 
@@ -74,3 +76,17 @@ def test_a_reserve_whose_table_does_not_fit_is_refused(make_server, monkeypatch)
             with pytest.raises(LimitExceeded, match="100000"):
                 seq.reserve(4 * 30_000)
             assert client.stats().cache.held_blocks == 1
+
+
+def test_a_step_whose_new_blocks_do_not_fit_is_refused_as_a_whole(make_server, monkeypatch):
+    """With small blocks the answer is larger than the request; it was run, and its answer never came."""
+    monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 100_000)
+    with Client(make_server(num_blocks=NUM_BLOCKS, block_size=1).address) as client, client.session() as session:
+        (acquired,) = session.batch([ops.Acquire([1])])
+        (refused,) = session.batch([ops.Extend(acquired.handle, [1] * 25_000)])
+        assert isinstance(refused, LimitExceeded)
+        step = Step(handles=[acquired.handle], tokens=[1] * 12_500, token_counts=[12_500])
+        with pytest.raises(LimitExceeded, match="100000"):
+            session.step(step)
+        assert client.stats().cache.held_blocks == 1
+        assert session.step(Step(handles=[acquired.handle], tokens=[1])).num_tokens.tolist() == [2]

@@ -200,10 +200,30 @@ def error_from_rpc(error: grpc.RpcError, *, address: str = "") -> Exception:
     """Return the domain error behind a failed call to `address`."""
     status = rpc_status.from_call(cast(grpc.Call, error))  # an RpcError of a call is the call
     if status is None and address and error.code() in _UNANSWERED:
-        return rpc_errors.ManagerUnavailable(f"nobody answers at {address}: {error.details()}")
+        return rpc_errors.ManagerUnavailable(f"nobody answers at {address}: {_why(error.details() or '')}")
     if status is None:
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or error.code().name)
     return error_from_status(status)
+
+
+def _why(details: str) -> str:
+    """Return the cause at the end of what gRPC says of a failed connection, with a hint where it has one.
+
+    >>> _why("failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused")
+    'Connection refused'
+    >>> _why("Deadline Exceeded")
+    'Deadline Exceeded'
+    """
+    connecting, _, cause = details.rpartition("last error: ")
+    if "CERTIFICATE_VERIFY_FAILED" in cause:
+        return "its certificate is not one of the authorities in RADIXPOOL_TLS_CA"
+    if "handshake failed" in cause:
+        return f"TLS failed: {cause}"
+    if connecting and cause.endswith("Socket closed"):
+        return (
+            "it closes the connection, as one does that wants (other) certificates: see RADIXPOOL_TLS_CERT, _KEY, _CA"
+        )
+    return cause.rpartition(": ")[2].removeprefix("Failed to connect to remote host: ")
 
 
 def _status(code: grpc.StatusCode, message: str, reason: str, metadata: Metadata) -> status_pb2.Status:

@@ -24,12 +24,14 @@ _COMMANDS = {
     "worker": LazyCommand("radixpool.rpc.worker.cli:command", "Run a language model over the pool."),
     "demo": LazyCommand("radixpool.rpc.demo.cli:command", "Start everything and replay chats that share prefixes."),
     "stats": LazyCommand("radixpool.rpc.cli.stats:stats", "Show block states, hit ratio and counters."),
+    "top": LazyCommand("radixpool.rpc.cli.top:top", "Watch requests, hit ratio and block states, every second."),
     "advise": LazyCommand("radixpool.rpc.cli.advise:advise", "Say what another pool size or policy would hit."),
     "inspect": LazyCommand("radixpool.rpc.cli.inspect:inspect", "Look at the tree, one block, sequences or clients."),
     "token": LazyCommand("radixpool.rpc.security.cli:command", "Make bearer tokens for a manager's credential file."),
     "check": LazyCommand("radixpool.rpc.cli.check:check", "Prove the invariants of a running manager."),
     "kernels": LazyCommand("radixpool.rpc.cli.kernels:kernels", "Compile a model's attention kernels ahead of time."),
     "bench": LazyCommand("radixpool.rpc.bench.cli:command", "Measure eviction policies on traces."),
+    "completion": LazyCommand("radixpool.rpc.cli.completion:completion", "Let a shell complete commands and options."),
 }
 
 
@@ -48,6 +50,12 @@ def main() -> None:
       radixpool inspect tree --address 127.0.0.1:7300
     or all at once, with a real model:
       radixpool demo
+
+    \b
+    Environment of every command that connects:
+      RADIXPOOL_ADDRESS                        where the manager listens, in place of --address
+      RADIXPOOL_TOKEN or RADIXPOOL_TOKEN_FILE  bearer token (see `radixpool token new`)
+      RADIXPOOL_TLS_CERT, _TLS_KEY, _TLS_CA    PEM files of mutual TLS, all three
 
     \b
     Exit codes: 0 success; 1 the service refused, or a check found a violation; 2 wrong usage or a value out of

@@ -18,7 +18,7 @@ def inspect() -> None:
     """
 
 
-@inspect.command()
+@inspect.command(short_help="Draw the radix tree.")
 @click.option(
     "--max-nodes",
     type=click.IntRange(1, limits.MAX_INSPECTED),
@@ -39,7 +39,7 @@ def tree(address: str, as_json: bool, max_nodes: int) -> None:
     (print_json if as_json else table_printer.print_tree)(view)
 
 
-@inspect.command()
+@inspect.command(short_help="Explain one block.")
 @click.argument("block_id", type=click.IntRange(0))
 @address_option
 @json_option
@@ -50,7 +50,7 @@ def block(address: str, as_json: bool, block_id: int) -> None:
     (print_json if as_json else table_printer.print_block)(view)
 
 
-@inspect.command()
+@inspect.command(short_help="Explain one sequence, or list all of them.")
 @click.argument("sequence_id", required=False)
 @address_option
 @json_option
@@ -69,7 +69,7 @@ def sequence(address: str, as_json: bool, sequence_id: str | None) -> None:
     (print_json if as_json else table_printer.print_sequence)(info)
 
 
-@inspect.command()
+@inspect.command(short_help="List the registered clients.")
 @address_option
 @json_option
 def clients(address: str, as_json: bool) -> None:

@@ -13,6 +13,7 @@ from radixpool.radix.errors import RadixPoolError
 from radixpool.rpc.directory.errors import DirectoryInUse
 from radixpool.rpc.errors import AddressInUse, AddressUnavailable, ManagerUnavailable
 
+_NOBODY_THERE: Final = ("Connection refused", "No such file or directory")
 EXIT_OPERATING_ERROR: Final = 1
 EXIT_UNAVAILABLE: Final = 3
 EXIT_ADDRESS: Final = 4
@@ -50,7 +51,8 @@ class ListenError(OperatingError):
 
 def _shown(error: RadixPoolError) -> OperatingError:
     if isinstance(error, ManagerUnavailable):
-        return UnavailableError(str(error))
+        hint = "; is `radixpool serve` running there? see --address" if str(error).endswith(_NOBODY_THERE) else ""
+        return UnavailableError(f"{error}{hint}")
     if isinstance(error, AddressInUse | AddressUnavailable | DirectoryInUse):
         return ListenError(str(error))
     return OperatingError(str(error))

@@ -28,6 +28,7 @@ def address_option(command: Command) -> Command:
     """Add --address."""
     return click.option(
         "--address",
+        metavar="ADDRESS",
         envvar="RADIXPOOL_ADDRESS",
         default=default_address,
         show_default="unix:$XDG_RUNTIME_DIR/radixpool.sock, else 127.0.0.1:7300",
@@ -38,7 +39,7 @@ def address_option(command: Command) -> Command:
 
 def json_option(command: Command) -> Command:
     """Add --json."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(command)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from radixpool.radix import Namespace
 from radixpool.rpc import inspection
 
 _MAX_RANGES = 4
-_STATE_STYLES = {"free": "dim", "cached": "green", "held": "yellow", "quarantined": "red"}
+STATE_STYLES: Final = {"free": "dim", "cached": "green", "held": "yellow", "quarantined": "red"}
 
 
 def print_stats(stats: inspection.Stats) -> None:
@@ -25,7 +26,7 @@ def print_stats(stats: inspection.Stats) -> None:
     blocks = Table("blocks", "count", "share", title=f"{cache.num_blocks:,} blocks of {cache.block_size} tokens")
     for state in ("free", "cached", "held", "quarantined"):
         count = getattr(cache, f"{state}_blocks")
-        blocks.add_row(f"[{_STATE_STYLES[state]}]{state}[/]", f"{count:,}", f"{count / cache.num_blocks:.1%}")
+        blocks.add_row(f"[{STATE_STYLES[state]}]{state}[/]", f"{count:,}", f"{count / cache.num_blocks:.1%}")
     blocks.add_row("pinned", f"{cache.pinned_blocks:,}", f"{cache.pinned_blocks / cache.num_blocks:.1%}")
     counters = _pairs(
         {
@@ -33,7 +34,7 @@ def print_stats(stats: inspection.Stats) -> None:
             "requests": f"{cache.admitted_requests:,} admitted, {cache.refused_requests:,} refused",
             "blocks over time": f"{cache.committed_blocks:,} committed, {cache.evicted_blocks:,} evicted, "
             f"{cache.remapped_blocks:,} remapped",
-            "tree": f"{cache.num_nodes:,} nodes in {cache.num_namespaces:,} namespaces",
+            "tree": f"{_count(cache.num_nodes, 'node')} in {_count(cache.num_namespaces, 'namespace')}",
             "sequences": f"{cache.num_sequences:,}",
             "clients": f"{service.num_clients:,} registered, {service.open_sessions:,} sessions, "
             f"{service.expired_leases:,} leases expired, {service.fenced_requests:,} requests fenced",
@@ -75,7 +76,7 @@ def print_tree(view: inspection.TreeView) -> None:
 def print_block(block: inspection.BlockView) -> None:
     """Print one block and who holds it."""
     console = Console()
-    rows = {"state": f"[{_STATE_STYLES[block.state.value]}]{block.state.value}[/]", "findable": _yes(block.findable)}
+    rows = {"state": f"[{STATE_STYLES[block.state.value]}]{block.state.value}[/]", "findable": _yes(block.findable)}
     if block.namespace is not None:
         rows["namespace"] = escape(namespace_text(block.namespace))
     if block.block_index is not None:
@@ -146,12 +147,12 @@ def ranges(block_ids: npt.NDArray[np.int32], *, limit: int = _MAX_RANGES) -> lis
 
 def _node_text(node: inspection.TreeNode, block_size: int) -> str:
     num_blocks = len(node.block_ids)
-    style = _STATE_STYLES[node.state.value]
+    style = STATE_STYLES[node.state.value]
     pinned = " pinned" if node.pinned else ""
     start = node.start_block * block_size
     return (
         f"[{style}]{node.state.value}{pinned}[/] {num_blocks * block_size:,} tokens from {start:,}, "
-        f"{num_blocks:,} block{'s' if num_blocks != 1 else ''}: {', '.join(ranges(node.block_ids))}; "
+        f"{_count(num_blocks, 'block')}: {', '.join(ranges(node.block_ids))}; "
         f"holders {node.holders:,}, last use {node.last_use:,}"
     )
 
@@ -186,6 +187,10 @@ def _pairs(rows: dict[str, str], *, title: str | None = None) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _yes(value: bool) -> str:

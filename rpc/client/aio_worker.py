@@ -15,6 +15,7 @@ from radixpool.rpc.client.worker import handle_request, prompt_request
 from radixpool.rpc.convert import generate_event_from_wire, worker_status_from_wire
 from radixpool.rpc.generation import GenerateEvent, SamplingParams, WorkerStatus
 from radixpool.rpc.operations import Tokens
+from radixpool.rpc.security.client import ClientSecurity
 from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import worker_pb2, worker_pb2_grpc
 
@@ -22,8 +23,10 @@ from radixpool.v1 import worker_pb2, worker_pb2_grpc
 class AsyncWorkerClient:
     """A connection to one worker, for one event loop; an async context manager."""
 
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
-        self._channel = open_async_channel(address)
+    def __init__(self, address: str, *, timeout_s: float = 10.0, security: ClientSecurity | None = None) -> None:
+        """`timeout_s` is for calls that do not stream; `security` None means what the environment says."""
+        self._address = address
+        self._channel = open_async_channel(address, security)
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._timeout_s = timeout_s
 
@@ -61,7 +64,7 @@ class AsyncWorkerClient:
         try:
             reply = await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise error_from_rpc(error, address=self._address) from None
         return worker_status_from_wire(reply)
 
     def _continue(self, handle: bytes, sampling: SamplingParams) -> AsyncGenerator[GenerateEvent, None]:
@@ -73,6 +76,6 @@ class AsyncWorkerClient:
             async for message in call:
                 yield generate_event_from_wire(message)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise error_from_rpc(error, address=self._address) from None
         finally:
             call.cancel()

@@ -20,6 +20,7 @@ from radixpool.rpc.convert import (
 )
 from radixpool.rpc.generation import GenerateEvent, SamplingParams, WorkerStatus
 from radixpool.rpc.operations import Tokens
+from radixpool.rpc.security.client import ClientSecurity
 from radixpool.rpc.status import error_from_rpc
 from radixpool.v1 import worker_pb2, worker_pb2_grpc
 
@@ -38,8 +39,10 @@ def handle_request(handle: bytes, sampling: SamplingParams) -> worker_pb2.Genera
 class WorkerClient:
     """A connection to one worker; a context manager."""
 
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
-        self._channel = open_channel(address)
+    def __init__(self, address: str, *, timeout_s: float = 10.0, security: ClientSecurity | None = None) -> None:
+        """`timeout_s` is for calls that do not stream; `security` None means what the environment says."""
+        self._address = address
+        self._channel = open_channel(address, security)
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._timeout_s = timeout_s
 
@@ -78,7 +81,7 @@ class WorkerClient:
         try:
             reply = self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise error_from_rpc(error, address=self._address) from None
         return worker_status_from_wire(reply)
 
     def _stream(self, request: worker_pb2.GenerateRequest) -> Iterator[GenerateEvent]:
@@ -87,6 +90,6 @@ class WorkerClient:
             for message in call:
                 yield generate_event_from_wire(message)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise error_from_rpc(error, address=self._address) from None
         finally:
             call.cancel()  # type: ignore[no-untyped-call]

@@ -208,13 +208,17 @@ class RecordedLife(FormerLife):
         except BaseException:
             self._directory.close()
             raise
+        if self.report.started_empty_because == NEW:
+            _log.info("the directory is new: the cache starts empty")
+        else:
+            self._log_restored()
+        self.poll()
+
+    def _log_restored(self) -> None:
         report = self.report
         if report.started_empty_because is not None:
-            level = logging.INFO if report.started_empty_because == NEW else logging.WARNING
-            _log.log(
-                level,
-                "nothing of the directory can be used and the cache starts empty: %s",
-                report.started_empty_because,
+            _log.warning(
+                "nothing of the directory can be used and the cache starts empty: %s", report.started_empty_because
             )
         _log.info(
             "restored %d blocks in %.2f s; %d unwritten and %d dropped blocks wait for %d former clients",
@@ -224,7 +228,6 @@ class RecordedLife(FormerLife):
             report.dropped_blocks,
             report.former_clients,
         )
-        self.poll()
 
     def _restore(self, cache: RadixCache) -> None:
         started = time.perf_counter()

@@ -19,7 +19,7 @@ def command() -> None:
     """Make bearer tokens for a manager's --credentials file."""
 
 
-@command.command("new")
+@command.command("new", short_help="Make a token and its entry for the file.")
 @click.option("--name", required=True, help="Who bears it; shown in logs.")
 @click.option(
     "--role",

@@ -297,7 +297,7 @@ def test_a_damaged_directory_is_refused_and_reset_is_the_way_out(manager: Manage
     assert "is damaged: header magic" in refused.stderr
     assert "--reset-directory" in refused.stderr
     manager.start("--reset-directory")
-    assert "starts empty: it is new" in manager.kill()
+    assert "the directory is new: the cache starts empty" in manager.kill()
 
 
 def test_another_block_size_starts_empty_and_says_so(manager: Manager) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import os
+import signal
+import subprocess
+import sys
 
 import click
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from radixpool.radix import InvariantViolation, Namespace
 from radixpool.rpc.cli import main
 from radixpool.rpc.cli.lazy import LazyCommand, LazyGroup
+from radixpool.rpc.cli.top import rates_between, screen
+from radixpool.rpc.inspection import CacheCounters, ServiceCounters, Stats
 
 
 @pytest.fixture
@@ -150,3 +158,86 @@ def test_a_command_brings_its_environment_where_none_is_set(monkeypatch):
     assert group.get_command(click.Context(group), "stats") is not None
     assert os.environ["RADIXPOOL_TEST_SET"] == "mine"
     assert os.environ["RADIXPOOL_TEST_UNSET"] == "theirs"
+
+
+def counters(uptime_ms: int, *, incarnation: int = 1, **cache: int) -> Stats:
+    """Return counters of which all but the named ones are 0."""
+    return Stats(
+        incarnation,
+        1,
+        CacheCounters(**{field.name: 0 for field in dataclasses.fields(CacheCounters)} | cache),
+        ServiceCounters(**{field.name: 0 for field in dataclasses.fields(ServiceCounters)} | {"uptime_ms": uptime_ms}),
+        (),
+    )
+
+
+def test_rates_are_by_the_managers_clock():
+    before = counters(1_000, queried_tokens=100, hit_tokens=50, admitted_requests=3)
+    after = counters(3_000, queried_tokens=300, hit_tokens=200, admitted_requests=7, evicted_blocks=10)
+    rates = rates_between(before, after)
+    assert (rates.seconds, rates.requests_per_s, rates.tokens_per_s, rates.hit_ratio) == (2.0, 2.0, 100.0, 0.75)
+    assert (rates.evicted_blocks_per_s, rates.refused_per_s) == (5.0, 0.0)
+    assert rates_between(after, dataclasses.replace(after, service=counters(4_000).service)).hit_ratio is None
+
+
+@pytest.mark.parametrize("after", [counters(9_000, incarnation=2), counters(1_000)], ids=["restarted", "no time"])
+def test_there_are_no_rates_over_a_restart(after):
+    assert rates_between(counters(1_000), after) is None
+
+
+def test_top_in_a_pipe_has_a_line_a_look(invoke, busy):
+    first, second = invoke("top", "--count", "2", "--interval", "0.1").stdout.splitlines()
+    assert first == "held 3, quarantined 0, cached 1, free 60; hit ratio 22.2% in all"
+    assert second.startswith("held 3, quarantined 0, cached 1, free 60; 0.0 requests/s, ")
+    assert "hit ratio -, 0 blocks evicted/s" in second
+
+
+def test_top_in_json(invoke, busy):
+    lines = invoke("top", "--count", "2", "--interval", "0.1", "--json").stdout.splitlines()
+    first, second = map(json.loads, lines)
+    assert first["stats"]["cache"]["held_blocks"] == 3
+    assert (first["rates"], second["rates"]["requests_per_s"]) == (None, 0.0)
+
+
+def test_top_draws_blocks_rates_and_tenants(client, busy, server):
+    client.set_quota("acme", max_blocks=32)
+    stats = client.stats()
+    console = Console(width=100, file=io.StringIO())
+    console.print(screen(server.address, stats, rates_between(counters(0), stats), [0.0, None, 1.0], answered=False))
+    drawn = console.file.getvalue()
+    for text in (server.address, "nobody answers; waiting", "held 3 (4.7%)", "hit ratio  ▁ █", "22.2%", "acme"):
+        assert text in drawn
+
+
+def test_top_goes_on_when_the_manager_comes_back(serve, socket_dir):
+    """And says meanwhile that nobody answers."""
+    options = ("--listen", f"unix:{socket_dir}/m.sock", "--num-blocks", "64", "--log-level", "error")
+    manager = serve(*options)
+    command = [sys.executable, "-m", "radixpool.rpc.cli", "top", "--address", manager.address, "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
+        assert top.stdout.readline().startswith("held 0")
+        manager.kill()
+        while "no answer" not in top.stdout.readline():
+            pass
+        serve(*options)
+        while "held 0" not in top.stdout.readline():
+            pass
+        top.send_signal(signal.SIGINT)
+        assert top.wait(10) == 1
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(invoke, shell):
+    assert "_RADIXPOOL_COMPLETE" in invoke("completion", shell).stdout
+
+
+def test_commands_and_options_are_completed(run_cli):
+    def completed(words: str) -> list[str]:
+        environment = {"_RADIXPOOL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            return [line.partition(",")[2] for line in run_cli().stdout.splitlines()]
+
+    assert completed("radixpool st") == ["stats"]
+    assert "--max-nodes" in completed("radixpool inspect tree --m")

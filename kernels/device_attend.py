@@ -370,8 +370,8 @@ def attend_items(
                     INTERPRETED,
                 )  # fmt: skip
             else:
-                joined = tl.interleave(acc, acc_odd) if PAIRS else acc
-                tl.store(PART + cell[:, None] * STATE + dv[None, :], joined * factor[:, None], mask=out_mask)
+                state = tl.interleave(acc, acc_odd) if PAIRS else acc
+                tl.store(PART + cell[:, None] * STATE + dv[None, :], state * factor[:, None], mask=out_mask)
                 tl.store(PART_LSE + cell, lse2, mask=live)
         else:
             joined = tl.interleave(acc, acc_odd) if PAIRS else acc
@@ -385,8 +385,8 @@ def attend_items(
             safe = tl.where(total > 0, total, 1.0)
             factor = out_scale / safe
             cell = row.to(tl.int64) * HQ + q_head
-            joined = (joined * factor[:, None]).to(OUT.dtype.element_ty)
-            tl.store(OUT + cell[:, None] * DV + dv[None, :], joined, mask=out_mask)
+            rounded = (joined * factor[:, None]).to(OUT.dtype.element_ty)
+            tl.store(OUT + cell[:, None] * DV + dv[None, :], rounded, mask=out_mask)
             if HAS_LSE:
                 tl.store(LSE + cell, tl.where(total > 0, (top + tl.log2(safe)) * LN2, NEG_INF), mask=live)
         row_start, num_rows, seq, begin, end, part, after, all_see = ahead

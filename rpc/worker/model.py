@@ -111,17 +111,14 @@ class ModelRunner:
     def capture_graphs(self, max_rows: int) -> None:
         """Run steps of up to `max_rows` tokens as CUDA graphs from now on. Seconds; with Triton kernels on a GPU only.
 
-        Steps of up to 256 tokens as a whole, longer ones in pieces. A model whose forward pass cannot be captured runs
-        without, which the log says.
+        Steps of up to 256 tokens as a whole, longer ones in pieces. A model whose forward pass cannot be captured, or
+        whose pieces do not fit into memory, runs without, which the log says.
         """
         if self._attention.backend != "triton" or self._device.type != "cuda":
             raise ValueError(f"graphs need Triton kernels on a GPU, got {self._attention.backend} on {self._device}")
+        self._graphed_rows = max_rows
         try:
             with torch.inference_mode():
-                if max_rows > MAX_WHOLE_ROWS and self._pieces is None:  # which know no pool, and stay
-                    self._pieces = GraphedPieces(
-                        self._hidden, self._attention, min_rows=MAX_WHOLE_ROWS + 1, max_rows=max_rows
-                    )
                 self._graphs = GraphedSteps(
                     self._compute,
                     self._attention,
@@ -129,13 +126,16 @@ class ModelRunner:
                     max_rows=min(max_rows, MAX_WHOLE_ROWS),
                     max_blocks=-(-self._context_tokens // self._spec.block_size),
                 )
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(f"no memory for CUDA graphs of {max_rows} tokens: {error}") from error
+                if max_rows > MAX_WHOLE_ROWS and self._pieces is None:  # which know no pool, and stay
+                    self._pieces = GraphedPieces(
+                        self._hidden, self._attention, min_rows=MAX_WHOLE_ROWS + 1, max_rows=max_rows
+                    )
         except RuntimeError as error:
+            if self._graphs is None and isinstance(error, torch.OutOfMemoryError):
+                raise OutOfMemory(f"no memory for CUDA graphs: {error}") from error
             self._wait_for_device()
-            log.warning("no CUDA graphs, steps will be slower: %s", error)
-            return
-        self._graphed_rows = max_rows
+            which = "no CUDA graphs" if self._graphs is None else f"CUDA graphs up to {MAX_WHOLE_ROWS} tokens only"
+            log.warning("%s, steps will be slower: %s", which, error)
 
     def launch_bound_tokens(self, limit: int) -> int:
         """Return how many tokens a step may have, up to `limit`, before it computes longer than the host launches it.

@@ -25,6 +25,19 @@ from radixpool.rpc.manager.recovery import open_former_life
 from radixpool.v1 import cache_pb2, common_pb2, pool_pb2
 
 NUM_BLOCKS, BLOCK_SIZE, TTL_S = 16, 4, 10.0
+LIMITED = (
+    "import os, resource, sys; n = int(sys.argv[1]); resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
+@pytest.fixture
+def limit_files() -> Callable[[int], list[str]]:
+    """Return what begins a command so that no file grows beyond a number of bytes: a full disk, to a program.
+
+    Not by preexec_fn: gRPC's threads do not survive a fork and abort the child now and then.
+    """
+    return lambda max_bytes: [sys.executable, "-c", LIMITED, str(max_bytes)]
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import resource
-import signal
 import stat
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from radixpool.rpc.directory import BlockDirectory, DirectoryDamaged, DirectoryE
 
 Open = Callable[..., BlockDirectory]
 Store = Callable[..., None]
+Limit = Callable[[int], list[str]]
 
 
 def open_descriptors() -> int:
@@ -192,23 +191,17 @@ def test_of_many_that_start_at_once_exactly_one_gets_the_directory(path: Path) -
     assert sorted(answers) == ["got it", "refused", "refused", "refused"]
 
 
-def run_limited(path: Path, limit_bytes: int, script: str) -> None:
-    """Run `script` where no file may grow beyond `limit_bytes`: what a full disk looks like to a program."""
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(path)], preexec_fn=limit, capture_output=True, text=True
-    )
+def run_script(begin: list[str], path: Path, script: str) -> None:
+    """Run `script`; `begin` limits the size of files."""
+    command = [*begin, sys.executable, "-c", textwrap.dedent(script), str(path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_full_disk_refuses_a_new_directory_and_leaves_nothing(path: Path) -> None:
-    run_limited(
+def test_a_full_disk_refuses_a_new_directory_and_leaves_nothing(path: Path, limit_files: Limit) -> None:
+    run_script(
+        limit_files(65536),
         path,
-        65536,
         """
         import sys
         from pathlib import Path
@@ -224,13 +217,15 @@ def test_a_full_disk_refuses_a_new_directory_and_leaves_nothing(path: Path) -> N
     assert [file.name for file in path.iterdir()] == ["lock"]
 
 
-def test_a_full_disk_refuses_another_geometry_and_keeps_the_cache(opened: Open, store: Store, path: Path) -> None:
+def test_a_full_disk_refuses_another_geometry_and_keeps_the_cache(
+    opened: Open, store: Store, path: Path, limit_files: Limit
+) -> None:
     directory = opened()
     store(directory, 1)
     directory.close()
-    run_limited(
+    run_script(
+        limit_files(65536),
         path,
-        65536,
         """
         import sys
         from pathlib import Path
@@ -246,11 +241,11 @@ def test_a_full_disk_refuses_another_geometry_and_keeps_the_cache(opened: Open, 
     assert stored_blocks(opened()) == [1]
 
 
-def test_a_full_disk_refuses_a_new_namespace_and_loses_nothing(opened: Open, path: Path) -> None:
+def test_a_full_disk_refuses_a_new_namespace_and_loses_nothing(opened: Open, path: Path, limit_files: Limit) -> None:
     opened().close()
-    run_limited(
+    run_script(
+        limit_files(300),
         path,
-        300,
         """
         import sys
         from pathlib import Path
@@ -292,7 +287,7 @@ def test_an_unwritable_directory_is_refused(opened: Open, store: Store, path: Pa
             raise SystemExit("opened")
         """
     path.parent.chmod(0o755)
-    run_limited(path, 1 << 30, script)
+    run_script([], path, script)
     path.chmod(0o700)
     assert stored_blocks(opened()) == [1]
 

@@ -1,10 +1,9 @@
 """The log of interned keys: torn entries vanish, space comes back, a full disk refuses and loses nothing."""
 
-import resource
-import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,9 @@ def test_compaction_gives_space_back_and_no_number_twice(log_path: Path, monkeyp
     again.close()
 
 
-def test_a_full_disk_refuses_a_new_key_and_keeps_the_others(log_path: Path) -> None:
+def test_a_full_disk_refuses_a_new_key_and_keeps_the_others(
+    log_path: Path, limit_files: Callable[[int], list[str]]
+) -> None:
     """A file size limit stands in for a full disk: the write is cut short first, then fails."""
     script = textwrap.dedent(
         """
@@ -99,14 +100,8 @@ def test_a_full_disk_refuses_a_new_key_and_keeps_the_others(log_path: Path) -> N
         print(len(known))
         """
     )
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
-
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(log_path)], preexec_fn=limit, capture_output=True, text=True
-    )
+    command = [*limit_files(500), sys.executable, "-c", script, str(log_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     log = InternLog(log_path, seed=SEED)
     assert len(log.by_number) == int(ran.stdout) > 10

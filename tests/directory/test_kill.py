@@ -7,13 +7,12 @@ import json
 import os
 import random
 import re
-import resource
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +56,14 @@ class Manager:
         where = ["--listen", self.address, "--directory", str(self.directory)]
         return [sys.executable, "-m", "radixpool.rpc.cli", "serve", "--json", *where, *sizes, *extra]
 
-    def start(self, *extra: str, max_file_bytes: int = resource.RLIM_INFINITY) -> dict[str, Any]:
-        """Start it; no file may grow beyond `max_file_bytes`, which is what a full disk looks like to a program."""
+    def start(self, *extra: str, begin: Sequence[str] = ()) -> dict[str, Any]:
+        """Start it with more options; `begin` comes before the command."""
         self.process = subprocess.Popen(
-            self.command(*extra),
+            [*begin, *self.command(*extra)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=_environment(),
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes)),
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -245,14 +243,16 @@ def test_after_a_kill_handles_are_void_and_half_written_blocks_wait_for_their_wo
     observer.close()
 
 
-def test_a_full_disk_refuses_new_namespaces_and_loses_nothing(manager: Manager) -> None:
+def test_a_full_disk_refuses_new_namespaces_and_loses_nothing(
+    manager: Manager, limit_files: Callable[[int], list[str]]
+) -> None:
     def store(client: Client, number: int) -> None:
         namespace = Namespace(*("x" * 500,) * 3, 0, "t" * 500, cache_salt=f"{number}" * 100)
         with client.acquire(prompt(number), namespace=namespace) as sequence:
             sequence.commit(BLOCK_SIZE)
         assert client.match(prompt(number), namespace=namespace).cached_tokens == BLOCK_SIZE
 
-    manager.start(max_file_bytes=400_000)
+    manager.start(begin=limit_files(400_000))
     manager.register_pool().close()
     with manager.client("w") as client:
         stored = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -17,7 +18,9 @@ INT_DTYPES = (torch.int32, torch.int64)
 
 
 def check_rank(name: str, x: Tensor, dims: str) -> None:
-    """Raise `ValueError` unless `x` has one dimension per comma-separated name in `dims`."""
+    """Raise `TypeError` unless `x` is a tensor, `ValueError` unless it has a dimension per comma-separated name."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor [{dims}], got {type(x).__name__}")
     if x.ndim != dims.count(",") + 1:
         raise ValueError(f"{name}: expected [{dims}], got shape {tuple(x.shape)}")
 
@@ -62,9 +65,16 @@ def check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
     check_device("v_pool", v_pool, k_pool.device)
 
 
+def check_number(name: str, scale: float | Tensor | None) -> None:
+    """Check a scale that is a number, if it is one."""
+    if not (scale is None or isinstance(scale, Tensor) or 0 < scale < math.inf):
+        raise ValueError(f"{name}: expected a positive finite number, got {scale}")
+
+
 def check_scale(name: str, scale: float | Tensor | None, pool: Tensor) -> None:
     """Check a quantisation scale: a number, `[kv_heads]`, or `[num_blocks, kv_heads, block_size]`."""
     if not isinstance(scale, Tensor):
+        check_number(name, scale)
         return
     heads, block_size = pool.shape[1], pool.shape[2]
     shapes: tuple[tuple[int, ...], ...] = ((), (1,), (heads,), (pool.shape[0], heads, block_size))

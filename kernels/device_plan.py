@@ -55,6 +55,10 @@ class PlanCapacity:
     max_parts: int = 0
 
     def __post_init__(self) -> None:
+        for name, least in (("max_seqs", 1), ("max_blocks", 1), ("max_rows", 0), ("max_parts", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: expected an integer from {least} on, got {value!r}")
         object.__setattr__(self, "max_rows", self.max_rows or self.max_seqs)
         object.__setattr__(self, "max_parts", self.max_parts or 4 * self.max_rows + 2048)
 

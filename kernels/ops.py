@@ -122,10 +122,13 @@ def extend(
     The KV of the new tokens must already be in the pool. `debug=True` checks all block ids first.
     O(sum of query_len * seq_len * Hq * D) work; each block that several sequences share is read once for all of them.
     """
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale: expected a positive number, got {scale}")
-    if window < 0 or soft_cap < 0:
-        raise ValueError(f"window, soft_cap: expected no negative value, got {window}, {soft_cap}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale: expected a positive finite number, got {scale}")
+    if window < 0 or not 0 <= soft_cap < math.inf:
+        raise ValueError(f"window, soft_cap: expected no negative and no infinite value, got {window}, {soft_cap}")
+    # Numbers are looked at in every call, as `kind` has their types only.
+    checks.check_number("k_scale", k_scale)
+    checks.check_number("v_scale", v_scale)
     kind = (tensor_kind(q), tensor_kind(k_pool), tensor_kind(v_pool), tensor_kind(sinks), tensor_kind(k_scale),
             tensor_kind(v_scale), tensor_kind(out), tensor_kind(lse), tree is None,
             tensor_kind(alibi_slopes), precision, plan.num_rows)  # fmt: skip
@@ -206,7 +209,10 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) 
 
 def block_ids(name: str, ids: Sequence[int] | Tensor, num_blocks: int) -> Tensor:
     """Return block ids as an int64 CPU tensor after a range check."""
-    t = torch.as_tensor(ids).detach().cpu().reshape(-1).to(torch.int64)
+    t = torch.as_tensor(ids).detach().cpu().reshape(-1)
+    if t.numel() and (t.is_floating_point() or t.dtype == torch.bool):
+        raise TypeError(f"{name}: expected integers, got {t.dtype}")
+    t = t.to(torch.int64)
     if t.numel() and (int(t.min()) < 0 or int(t.max()) >= num_blocks):
         raise ValueError(f"{name}: expected block ids in 0 to {num_blocks - 1}, got {int(t.min())} to {int(t.max())}")
     return t

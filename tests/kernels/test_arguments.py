@@ -1,10 +1,13 @@
 """Bad arguments: one error before any launch: the tensor, what was expected, what came; nothing is changed."""
 
+import math
+
 import pytest
 import torch
 
 from radixpool.kernels import (
     AttentionSpec,
+    PlanCapacity,
     RoPE,
     attend,
     choose_backend,
@@ -85,8 +88,14 @@ ATTENTION = [
         ValueError,
         r"k_scale: expected shape \[\], \[1\], \[2\] or \[4, 2, 16\], got \(5,\)",
     ),
-    ({"scale": -1.0}, ValueError, "scale: expected a positive number, got -1.0"),
-    ({"window": -1}, ValueError, "window, soft_cap: expected no negative value"),
+    ({"k_scale": 0.0}, ValueError, "k_scale: expected a positive finite number, got 0.0"),
+    ({"v_scale": math.nan}, ValueError, "v_scale: expected a positive finite number, got nan"),
+    ({"scale": -1.0}, ValueError, "scale: expected a positive finite number, got -1.0"),
+    ({"scale": math.inf}, ValueError, "scale: expected a positive finite number, got inf"),
+    ({"window": -1}, ValueError, "window, soft_cap: expected no negative and no infinite value"),
+    ({"soft_cap": math.nan}, ValueError, "window, soft_cap: expected no negative and no infinite value"),
+    ({"q": None}, TypeError, r"q: expected a tensor \[tokens, num_q_heads, head_dim\], got NoneType"),
+    ({"sinks": [0.0] * 8}, TypeError, r"sinks: expected a tensor \[num_q_heads\], got list"),
     ({"out": torch.zeros(1, 8, 16)}, ValueError, r"out: expected shape \[1, 8, 32\], got \(1, 8, 16\)"),
     ({"lse": torch.zeros(1, 8).double()}, TypeError, "lse: expected dtype torch.float32, got torch.float64"),
     ({"q": torch.zeros(1, 8, 32, device="meta")}, ValueError, "q: expected device cpu, got meta"),
@@ -100,6 +109,7 @@ def test_attention(change, error, message, warm):
     arguments = {"q": torch.zeros(1, 8, 32), "k_pool": torch.zeros(4, 2, 16, 32), "v_pool": torch.zeros(4, 2, 16, 32)}
     if warm:
         extend(plan=plan, **arguments)
+        extend(plan=plan, **arguments, k_scale=1.0, v_scale=1.0)
     with pytest.raises(error, match=message):
         extend(plan=plan, **{**arguments, **change})
 
@@ -124,6 +134,7 @@ WRITES = [
     ({"k": torch.zeros(3, 2, 32).half()}, TypeError, "k: expected dtype torch.float32, got torch.float16"),
     ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, ValueError, "slot_mapping: expected size 3 in dimension 0"),
     ({"slot_mapping": torch.zeros(3)}, TypeError, "slot_mapping: expected dtype torch.int32 or torch.int64"),
+    ({"slot_mapping": [0, 1, 2]}, TypeError, r"slot_mapping: expected a tensor \[tokens\], got list"),
     ({"slot_mapping": torch.tensor([0, 1, 64])}, ValueError, "slot_mapping: expected slots below 64, got 64"),
     ({"rope": RoPE(torch.zeros(2, 16), torch.zeros(2, 16))}, ValueError, "rope.cos: expected size 3 in dimension 0"),
     (
@@ -163,6 +174,29 @@ def test_copies(src, dst, message):
     with pytest.raises(ValueError, match=message):
         copy_blocks(pool, src, dst)
     assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("ids", [[0.9], [True], torch.tensor([1.0])], ids=["float", "bool", "tensor"])
+def test_block_ids_that_are_no_integers(ids):
+    """They were cut down to the next one."""
+    with pytest.raises(TypeError, match="src: expected integers, got torch"):
+        copy_blocks(torch.zeros(4, 1, 2, 16), ids, [1])
+    with pytest.raises(TypeError, match="blocks: expected integers, got torch"):
+        gather_blocks(torch.zeros(4, 1, 2, 16), ids)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_seqs": 0}, "max_seqs: expected an integer from 1 on, got 0"),
+        ({"max_blocks": -1}, "max_blocks: expected an integer from 1 on, got -1"),
+        ({"max_rows": -1}, "max_rows: expected an integer from 0 on, got -1"),
+        ({"max_parts": 1.5}, "max_parts: expected an integer from 0 on, got 1.5"),
+    ],
+)
+def test_capacities(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        PlanCapacity(**{"max_seqs": 2, "max_blocks": 2, **sizes})
 
 
 def test_gathers_and_merges():

@@ -79,7 +79,7 @@ def test_a_drain_does_not_wait_longer_than_its_grace(make_server):
         assert 0.25 < time.monotonic() - start < 5
 
 
-def test_an_acquire_during_a_drain_goes_to_the_next_manager(serve, socket_dir):
+def test_an_acquire_during_a_drain_goes_to_the_next_manager(serve, socket_dir, eventually):
     arguments = ("--listen", f"unix:{socket_dir}/m.sock", "--num-blocks", "64")
     first = serve(*arguments)
     options = ClientOptions(retry=RetryOptions(total_s=60))
@@ -87,11 +87,15 @@ def test_an_acquire_during_a_drain_goes_to_the_next_manager(serve, socket_dir):
         seq = client.acquire(range(10))
         incarnation = client.info().incarnation
         first.process.send_signal(signal.SIGTERM)
-        threading.Timer(0.3, seq.release).start()
-        threading.Timer(1.0, lambda: (first.wait(), serve(*arguments))).start()
+        eventually(lambda: CACHE not in serving(first.address))
+        later = [threading.Timer(0.3, seq.release), threading.Timer(0.6, lambda: (first.wait(), serve(*arguments)))]
+        for timer in later:
+            timer.start()
         with client.acquire(range(20)) as late:
             assert late.num_tokens == 20
         assert client.info().incarnation > incarnation
+        for timer in later:
+            timer.join()
 
 
 def test_reflection_lists_the_services(server):

@@ -6,9 +6,9 @@
 Manager and client are processes of their own, each pinned to a core. `per core` is what one core of the manager could
 serve: units of work over the CPU time that the manager spent on them, so that other load on the machine counts little;
 the latencies are wall time and do suffer from it. A lifecycle is acquire + commit + release of a 4,096-token prompt,
-of which 3,584 are one of 64 shared beginnings. A decode step appends a token to each sequence and commits those that
-fill a block: as single operations, and in columns (`Session.step`). Every load runs several times: the median, lowest
-and highest are told.
+of which 3,584 are one of 64 shared beginnings; "commit with release" says both ends in one operation. A decode step
+appends a token to each sequence and commits those that fill a block: as single operations, and in columns
+(`Session.step`). Every load runs several times: the median, lowest and highest are told.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ def measure_manager(bench: Bench, address: str, rounds: int) -> None:
     with Client(address, options=ClientOptions(role=ClientRole.WORKER)) as client, client.session() as session:
         load.batched_lifecycles(session, source, load.WARM_UP_LIFECYCLES, size=16)
         bench.measure("unary", "lifecycles", rounds, lambda: load.unary_lifecycles(client, source, rounds))
+        short = lambda: load.short_unary_lifecycles(client, source, rounds)  # noqa: E731
+        bench.measure("unary, commit with release", "lifecycles", rounds, short)
         bench.measure("session", "lifecycles", rounds, lambda: load.session_lifecycles(session, source, rounds))
         for size in BATCH_SIZES:
             count = 4 * rounds // size * size
@@ -94,6 +96,9 @@ def measure_manager(bench: Bench, address: str, rounds: int) -> None:
         count = 4 * rounds // 16 * 16
         calls_of_16 = lambda: load.batched_lifecycles(client, source, count, size=16)  # noqa: E731
         bench.measure("Batch calls of 16", "lifecycles", count, calls_of_16)
+        ends = load.commit_with_release
+        short_calls = lambda: load.batched_lifecycles(client, source, count, size=16, ends=ends)  # noqa: E731
+        bench.measure("Batch calls of 16, commit with release", "lifecycles", count, short_calls)
     for outstanding in (1, 64):
         calls = lambda n=outstanding: asyncio.run(load.outstanding_calls(address, source, rounds, outstanding=n))  # noqa: E731
         bench.measure(f"asyncio, {outstanding} outstanding", "lifecycles", rounds, calls)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -132,6 +132,19 @@ def unary_lifecycles(client: Client, source: Iterator[bytes], count: int) -> lis
     return took
 
 
+def short_unary_lifecycles(client: Client, source: Iterator[bytes], count: int) -> list[float]:
+    """Run lifecycles of two calls, the commit going along with the release; return the seconds of every call."""
+    took = []
+    for _ in range(count):
+        prompt = next(source)
+        start = time.perf_counter()
+        seq = client.acquire(prompt)
+        acquired = time.perf_counter()
+        seq.release(commit_upto=PROMPT_TOKENS)
+        took += [acquired - start, time.perf_counter() - acquired]
+    return took
+
+
 def session_lifecycles(session: Session, source: Iterator[bytes], count: int) -> list[float]:
     """Run lifecycles of three messages over one stream; return the seconds of every message."""
     took = []
@@ -147,15 +160,32 @@ def session_lifecycles(session: Session, source: Iterator[bytes], count: int) ->
     return took
 
 
-def batched_lifecycles(session: Session | Client, source: Iterator[bytes], count: int, *, size: int) -> list[float]:
+def commit_and_release(handles: list[bytes]) -> list[ops.Operation]:
+    """Return the ends of lifecycles, an operation for each of the two."""
+    commits: list[ops.Operation] = [ops.Commit(handle, PROMPT_TOKENS) for handle in handles]
+    return [*commits, *(ops.Release(handle) for handle in handles)]
+
+
+def commit_with_release(handles: list[bytes]) -> list[ops.Operation]:
+    """Return the ends of lifecycles, one operation for both."""
+    return [ops.Release(handle, commit_upto=PROMPT_TOKENS) for handle in handles]
+
+
+def batched_lifecycles(
+    session: Session | Client,
+    source: Iterator[bytes],
+    count: int,
+    *,
+    size: int,
+    ends: Callable[[list[bytes]], list[ops.Operation]] = commit_and_release,
+) -> list[float]:
     """Run lifecycles `size` at a time in two messages; return the seconds of every pair of messages."""
     took = []
     for _ in range(count // size):
         acquires = [ops.Acquire(next(source)) for _ in range(size)]
         start = time.perf_counter()
         acquired = session.batch(acquires)
-        ends: list[ops.Operation] = [ops.Commit(one.handle, PROMPT_TOKENS) for one in acquired]
-        session.batch([*ends, *(ops.Release(one.handle) for one in acquired)])
+        session.batch(ends([one.handle for one in acquired]))
         took.append(time.perf_counter() - start)
     return took
 

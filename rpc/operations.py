@@ -129,11 +129,13 @@ class Invalidate:
 class Release:
     """End a sequence; the calling worker's steps up to `after_step` may still touch its blocks.
 
-    Without `after_step` those count that the worker has launched. Result: Released.
+    Without `after_step` those count that the worker has launched. With `commit_upto` the full blocks of so many leading
+    tokens are committed before, as by `Commit`; when that is refused, the sequence lives on. Result: Released.
     """
 
     handle: bytes = field(repr=False)
     after_step: int | None = None
+    commit_upto: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

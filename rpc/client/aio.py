@@ -152,9 +152,14 @@ class AsyncClient:
         request = codec.invalidate_request(ops.Invalidate(handle, block_index))
         return codec.invalidated(await self._change(self._cache.Invalidate, request))
 
-    async def release(self, handle: bytes, *, after_step: int | None = None) -> ops.Released:
-        """End a sequence; what was committed stays cached. A worker's steps up to `after_step` may still touch it."""
-        request = codec.release_request(ops.Release(handle, after_step))
+    async def release(
+        self, handle: bytes, *, after_step: int | None = None, commit_upto: int | None = None
+    ) -> ops.Released:
+        """End a sequence; what was committed stays cached. A worker's steps up to `after_step` may still touch it.
+
+        `commit_upto` commits so many leading tokens before, in the same call; when that is refused, it lives on.
+        """
+        request = codec.release_request(ops.Release(handle, after_step, commit_upto))
         return codec.released(await self._to_its_end(self._change(self._cache.Release, request)))
 
     async def match(

@@ -76,9 +76,12 @@ class AsyncSequence(SequenceState):
         """
         self.apply_acquired(await self._client.reacquire_when_there_is_room(self.acquire_longer(tokens)))
 
-    async def release(self) -> None:
-        """Give the blocks back; what was committed stays cached. One that is gone already counts as released."""
+    async def release(self, *, commit_upto: int | None = None) -> None:
+        """Give the blocks back; what was committed stays cached. One that is gone already counts as released.
+
+        `commit_upto` commits so many leading tokens before, in the same call: the cheapest end of a request.
+        """
         if not self._released:
             with contextlib.suppress(Fenced, UnknownSequence):
-                await self._client.release(self.handle)
+                await self._client.release(self.handle, commit_upto=commit_upto)
             self._released = True

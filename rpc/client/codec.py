@@ -60,7 +60,7 @@ def commit_request(op: ops.Commit) -> cache_pb2.CommitRequest:
 
 def release_request(op: ops.Release) -> cache_pb2.ReleaseRequest:
     """Return the message of a release."""
-    return cache_pb2.ReleaseRequest(handle=op.handle, after_step=op.after_step)
+    return cache_pb2.ReleaseRequest(handle=op.handle, after_step=op.after_step, commit_upto_tokens=op.commit_upto)
 
 
 def rewind_request(op: ops.Rewind) -> cache_pb2.RewindRequest:

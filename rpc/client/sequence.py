@@ -165,11 +165,14 @@ class RemoteSequence(SequenceState):
         """
         self.apply_acquired(self._client.reacquire_when_there_is_room(self.acquire_longer(tokens)))
 
-    def release(self) -> None:
-        """Give the blocks back; what was committed stays cached. One that is gone already counts as released."""
+    def release(self, *, commit_upto: int | None = None) -> None:
+        """Give the blocks back; what was committed stays cached. One that is gone already counts as released.
+
+        `commit_upto` commits so many leading tokens before, in the same call: the cheapest end of a request.
+        """
         if not self._released:
             with contextlib.suppress(Fenced, UnknownSequence):
-                self._client.release(self.handle)
+                self._client.release(self.handle, commit_upto=commit_upto)
             self._released = True
 
 

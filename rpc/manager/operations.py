@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias
 
-from radixpool.radix import CopyOrder, Namespace, PendingPrefix, RadixCache
+from radixpool.radix import CommitResult, CopyOrder, Namespace, PendingPrefix, RadixCache
 from radixpool.radix.errors import RadixPoolError
 from radixpool.radix.namespace import DEFAULT_NAMESPACE
 from radixpool.rpc import limits
@@ -229,17 +229,20 @@ class Operations:
     def _commit(self, lease: Lease, request: cache_pb2.CommitRequest, reply: cache_pb2.CommitResponse) -> None:
         held = self._find(lease, request.handle)
         sequence = held.sequence
-        fence = self._steps.fence(held, lease)
-        _COMMIT_BEGUN()
-        committed = self._cache.commit(sequence, request.upto_tokens, after_step=fence)
-        _FINDABLE()
-        if committed.remaps:
-            _REMAPPED()
+        committed = self._commit_blocks(held, request.upto_tokens, self._steps.fence(held, lease))
         reply.committed_tokens = committed.committed_tokens
         for remap in committed.remaps:
             reply.remaps.add(block_index=remap.index, from_block=remap.old_block, to_block=remap.new_block)
         if sequence.invalid_from is not None:
             reply.invalid_from_block = sequence.invalid_from
+
+    def _commit_blocks(self, held: Held, upto_tokens: int, fence: dict[str, int]) -> CommitResult:
+        _COMMIT_BEGUN()
+        committed = self._cache.commit(held.sequence, upto_tokens, after_step=fence)
+        _FINDABLE()
+        if committed.remaps:
+            _REMAPPED()
+        return committed
 
     def _rewind(self, lease: Lease, request: cache_pb2.RewindRequest, reply: cache_pb2.RewindResponse) -> None:
         held = self._find(lease, request.handle)
@@ -275,6 +278,8 @@ class Operations:
         reply.SetInParent()
         held = self._handles.get(request.handle)
         fence = self._steps.fence(held, lease, _after_step(request))
+        if request.HasField("commit_upto_tokens"):
+            self._commit_blocks(held, request.commit_upto_tokens, fence)
         _RELEASE_BEGUN()
         self._cache.release(held.sequence, after_step=fence)
         _GIVEN_BACK()

@@ -135,8 +135,11 @@ class LocalPort:
                 done = self._cache.commit(sequence, upto)
                 remaps = tuple(Remap(remap.index, remap.old_block, remap.new_block) for remap in done.remaps)
                 return Committed(done.committed_tokens, remaps, sequence.invalid_from)
-            case Release(handle):
-                self._cache.release(self._sequence(handle))
+            case Release(handle, _, commit_upto):
+                sequence = self._sequence(handle)
+                if commit_upto is not None:
+                    self._cache.commit(sequence, commit_upto)
+                self._cache.release(sequence)
                 del self._sequences[handle]
                 return Released()
             case Match(tokens, namespace):

@@ -29,6 +29,14 @@ async def test_the_life_of_a_request(server):
         assert (await client.stats()).cache.num_sequences == 0
 
 
+async def test_a_release_can_commit_before(server):
+    async with AsyncClient(server.address) as client:
+        seq = await client.acquire(PROMPT)
+        await seq.release(commit_upto=10)
+        assert (await client.match(PROMPT)).cached_tokens == 8
+        assert (await client.stats()).cache.num_sequences == 0
+
+
 async def test_refusals_are_raised_as_themselves(server):
     async with AsyncClient(server.address) as client:
         with pytest.raises(PoolExhausted, match="248"):

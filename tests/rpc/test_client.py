@@ -30,6 +30,39 @@ def test_a_prefix_that_was_committed_is_found_again(client):
     assert (cache.queried_tokens, cache.hit_tokens) == (20, 8)
 
 
+def test_a_release_can_commit_before(client):
+    first, second = client.acquire(PROMPT), client.acquire(PROMPT)
+    first.release(commit_upto=10)
+    assert client.match(PROMPT).cached_tokens == 8
+    second.release(commit_upto=10)  # its own copies are given up for the cached ones
+    cache = client.stats().cache
+    assert (cache.cached_blocks, cache.free_blocks, cache.num_sequences, cache.remapped_blocks) == (2, 62, 0, 2)
+    assert (cache.committed_blocks, client.check().violations) == (2, ())
+
+
+def test_a_release_in_a_batch_can_commit_before(client):
+    acquired, other = client.batch([ops.Acquire(PROMPT), ops.Acquire(range(50, 60))])
+    ends = [ops.Release(acquired.handle, commit_upto=10), ops.Release(other.handle, commit_upto=4)]
+    assert client.batch([*ends, ops.Match(PROMPT)]) == [ops.Released(), ops.Released(), ops.Matched(8)]
+    assert client.match(range(50, 60)).cached_tokens == 4
+
+
+def test_a_release_whose_commit_is_refused_releases_nothing(client):
+    seq = client.acquire(PROMPT)
+    with pytest.raises(ValueError, match="upto"):
+        seq.release(commit_upto=11)
+    assert client.stats().cache.num_sequences == 1
+    seq.release(commit_upto=10)
+    assert client.match(PROMPT).cached_tokens == 8
+
+
+def test_a_release_of_what_is_gone_commits_nothing_and_is_no_error(client):
+    seq = client.acquire(PROMPT)
+    client.release(seq.handle)
+    seq.release(commit_upto=10)
+    assert client.match(PROMPT).cached_tokens == 0
+
+
 def test_leaving_the_block_with_an_error_releases_too(client):
     with pytest.raises(RuntimeError, match="mine"), client.acquire(PROMPT):
         raise RuntimeError("mine")

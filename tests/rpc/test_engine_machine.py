@@ -90,25 +90,27 @@ class ManagerMachine(RuleBasedStateMachine):
             self.owners[reply.handle] = (client, self.epochs[client])
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), client=st.sampled_from(CLIENTS), kind=st.sampled_from(["commit", "release"]))
+    @rule(data=st.data(), client=st.sampled_from(CLIENTS), kind=st.sampled_from(["commit", "release", "both"]))
     def use_a_handle(self, data: st.DataObject, client: bytes, kind: str) -> None:
         handle = data.draw(st.sampled_from(sorted(self.owners)))
         alive, owned = self.is_alive(client), self.owns(handle)
         request = (
             cache_pb2.CommitRequest(header=self.header(client), handle=handle, upto_tokens=1)
             if kind == "commit"
-            else cache_pb2.ReleaseRequest(header=self.header(client), handle=handle)
+            else cache_pb2.ReleaseRequest(
+                header=self.header(client), handle=handle, commit_upto_tokens=1 if kind == "both" else None
+            )
         )
         reply = cache_pb2.CommitResponse() if kind == "commit" else cache_pb2.ReleaseResponse()
         try:
-            self.engine.run(kind, request, reply)
+            self.engine.run("commit" if kind == "commit" else "release", request, reply)
         except Fenced:
             assert not alive
         except UnknownSequence:
             assert alive and not owned
         else:
             assert alive and owned
-            if kind == "release":
+            if kind != "commit":
                 self.owners[handle] = (b"released", 0)
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))

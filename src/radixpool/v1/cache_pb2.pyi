@@ -994,10 +994,16 @@ class ReleaseRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     HANDLE_FIELD_NUMBER: _builtins.int
     AFTER_STEP_FIELD_NUMBER: _builtins.int
+    COMMIT_UPTO_TOKENS_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
     after_step: _builtins.int
     """after_step: the sequence may be touched by the calling worker's steps up to this one. Unset means up to the one it
     has launched.
+    """
+    commit_upto_tokens: _builtins.int
+    """commit_upto_tokens: the KV of this many leading tokens has been written. They are committed before the sequence ends,
+    as by Commit: what a finished request has left to say, in one call instead of two. When that is refused, the sequence
+    lives on. Unset commits nothing more.
     """
     @_builtins.property
     def header(self) -> _common_pb2.RequestHeader: ...
@@ -1007,14 +1013,20 @@ class ReleaseRequest(_message.Message):
         header: _common_pb2.RequestHeader | None = ...,
         handle: _builtins.bytes = ...,
         after_step: _builtins.int | None = ...,
+        commit_upto_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step", "header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "_commit_upto_tokens", b"_commit_upto_tokens", "after_step", b"after_step", "commit_upto_tokens", b"commit_upto_tokens", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "after_step", b"after_step", "handle", b"handle", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_step", b"_after_step", "_commit_upto_tokens", b"_commit_upto_tokens", "after_step", b"after_step", "commit_upto_tokens", b"commit_upto_tokens", "handle", b"handle", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_step: _TypeAlias = _typing.Literal["after_step"]  # noqa: Y015
     _WhichOneofArgType__after_step: _TypeAlias = _typing.Literal["_after_step", b"_after_step"]  # noqa: Y015
+    _WhichOneofReturnType__commit_upto_tokens: _TypeAlias = _typing.Literal["commit_upto_tokens"]  # noqa: Y015
+    _WhichOneofArgType__commit_upto_tokens: _TypeAlias = _typing.Literal["_commit_upto_tokens", b"_commit_upto_tokens"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__after_step) -> _WhichOneofReturnType__after_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__commit_upto_tokens) -> _WhichOneofReturnType__commit_upto_tokens | None: ...
 
 Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
 

@@ -216,7 +216,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Release ends a sequence. What was committed stays cached; the rest is free once no GPU step can touch it.
+        """Release ends a sequence, on request after a last commit. What was committed stays cached; the rest is free once no GPU step can touch it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,7 +70,7 @@ class CacheServiceStub:
     Invalidate: _grpc.UnaryUnaryMultiCallable[_cache_pb2.InvalidateRequest, _cache_pb2.InvalidateResponse]
     """Invalidate declares that the data of a block is bad: it and everything below it is not findable any more."""
     Release: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ReleaseRequest, _cache_pb2.ReleaseResponse]
-    """Release ends a sequence. What was committed stays cached; the rest is free once no GPU step can touch it."""
+    """Release ends a sequence, on request after a last commit. What was committed stays cached; the rest is free once no GPU step can touch it."""
     GetBlockTables: _grpc.UnaryUnaryMultiCallable[_cache_pb2.GetBlockTablesRequest, _cache_pb2.GetBlockTablesResponse]
     """GetBlockTables returns tokens and block tables of sequences that anybody acquired. Reads only."""
     Batch: _grpc.UnaryUnaryMultiCallable[_cache_pb2.BatchRequest, _cache_pb2.BatchResponse]
@@ -122,7 +122,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Invalidate: _aio.UnaryUnaryMultiCallable[_cache_pb2.InvalidateRequest, _cache_pb2.InvalidateResponse]  # type: ignore[assignment]
     """Invalidate declares that the data of a block is bad: it and everything below it is not findable any more."""
     Release: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReleaseRequest, _cache_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Release ends a sequence. What was committed stays cached; the rest is free once no GPU step can touch it."""
+    """Release ends a sequence, on request after a last commit. What was committed stays cached; the rest is free once no GPU step can touch it."""
     GetBlockTables: _aio.UnaryUnaryMultiCallable[_cache_pb2.GetBlockTablesRequest, _cache_pb2.GetBlockTablesResponse]  # type: ignore[assignment]
     """GetBlockTables returns tokens and block tables of sequences that anybody acquired. Reads only."""
     Batch: _aio.UnaryUnaryMultiCallable[_cache_pb2.BatchRequest, _cache_pb2.BatchResponse]  # type: ignore[assignment]
@@ -249,7 +249,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.ReleaseResponse, _abc.Awaitable[_cache_pb2.ReleaseResponse]]:
-        """Release ends a sequence. What was committed stays cached; the rest is free once no GPU step can touch it."""
+        """Release ends a sequence, on request after a last commit. What was committed stays cached; the rest is free once no GPU step can touch it."""
 
     @_abc_1.abstractmethod
     def GetBlockTables(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import click
 from radixpool.rpc.metrics.logs import LOG_LEVELS, LogFormat, configure_logging
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+_STOPPING = frozenset((signal.SIGTERM, signal.SIGINT))
 
 
 def ready_fd_option(command: Command) -> Command:
@@ -27,13 +27,25 @@ def ready_fd_option(command: Command) -> Command:
 def stop_on_signals() -> threading.Event:
     """Return an event that SIGTERM and SIGINT set.
 
-    Another thread sets it: a handler runs in the middle of whatever the main thread does, and if that is the beginning
-    of a wait for this very event, setting it there would wait for ever for the lock that the wait holds.
+    A thread sets it, woken by the byte that the interpreter writes the moment a signal arrives. A handler would run in
+    the main thread alone, once that is awake: a signal that comes to another thread, or just before the main thread
+    begins to wait, does not wake it. And setting the event from there may wait for ever for the lock of the very wait
+    that the handler interrupts.
     """
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _thread.start_new_thread(stop.set, ()))
+    receive, send = os.pipe()
+    os.set_blocking(send, False)
+    signal.set_wakeup_fd(send, warn_on_full_buffer=False)
+    for number in _STOPPING:
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_set_on_signal, args=(stop, receive), name="signals", daemon=True).start()
     return stop
+
+
+def _set_on_signal(stop: threading.Event, receive: int) -> None:
+    while _STOPPING.isdisjoint(os.read(receive, 64)):
+        pass
+    stop.set()
 
 
 def announce(message: str, address: str, *, ready_fd: int | None) -> None:

@@ -137,3 +137,19 @@ def test_a_signal_at_the_beginning_of_the_wait_for_it_is_not_lost():
     assert stop.wait(10)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60, check=True)
+
+
+def test_a_signal_that_another_thread_gets_is_not_lost():
+    program = """
+    import signal, threading
+
+    from radixpool.rpc.cli.running import stop_on_signals
+
+    stop, ended = stop_on_signals(), threading.Event()
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    threading.Timer(0.3, signal.pthread_kill, (other.ident, signal.SIGTERM)).start()
+    stop.wait()
+    ended.set()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60, check=True)

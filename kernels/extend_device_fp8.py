@@ -11,23 +11,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as wait_mma
 
-from radixpool.kernels.extend_device import (
+from radixpool.kernels.extend_device import first_scores
+from radixpool.kernels.extend_device_load import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     UNSPECIALISED,
-    copy_box,
     first_key,
-    first_scores,
+    make_barriers,
     produce,
+    produce_chunks,
     row_tile_layout,
     thread_barrier,
-    view_as,
 )
 from radixpool.kernels.extend_device_tile import (
-    ENTRY,
     LOG2E,
     NEG_INF,
     ROWS,
+    load_entry,
     load_queries,
     store_out,
     store_part,
@@ -37,34 +37,6 @@ from radixpool.kernels.extend_device_tile import (
 FP8_MAX = gl.constexpr(448.0)
 FP8_TINY = gl.constexpr(1e-30)  # the largest magnitude of a row of zeros, to divide by
 HEADROOM = gl.constexpr(8.0)  # weights are at most 2**8: e4m3 holds 448, and small ones keep their bits
-
-
-@gluon.jit
-def produce_values(
-    desc, buffer, full, empty, ENTRIES, RUNS, PLACES, first, last, window, BN: gl.constexpr, COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Copy the turned values of every tile of every entry: one bulk copy each."""
-    box_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=4)
-    boxes = view_as(buffer, [STAGES, 1, 1, COLUMNS, BN], box_layout)
-    step = 0
-    for entry in range(first, last):
-        record = ENTRIES + entry * ENTRY
-        start = gl.load(record + 3)
-        end = gl.load(record + 4)
-        head = gl.load(record + 6)
-        begin = first_key(start, end, gl.load(record + 7), window, BN, WINDOW)
-        places = PLACES + gl.load(RUNS + entry) + (begin - start) // BN
-        tiles = (end - begin + BN - 1) // BN
-        for i in range(tiles):
-            stage = step % STAGES
-            barrier = full.index(stage)
-            chunk = gl.load(places + tiles - 1 - i)
-            turn = step + 1  # as in `produce`: values are freed with the keys of the next tile
-            mbarrier.wait(empty.index(turn % STAGES), ((turn // STAGES) & 1) ^ 1)
-            mbarrier.expect(barrier, BN * COLUMNS)
-            copy_box(desc, [chunk, head, 0, 0], barrier, boxes.index(stage))
-            step += 1
 
 
 @gluon.jit
@@ -149,18 +121,17 @@ def cap_scores(s, qk_scale, soft_cap):
 
 @gluon.jit
 def one_step(
-    q_tile, k_buf, v_buf, barriers, acc, p8, top, total, shrink, done, more, pos, limit, lowest, qk_scale,
-    soft_cap, zero, no_out, nothing, BN: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr,
-    MASKED: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
+    q_tile, k_buf, v_buf, barriers, acc, p8, top, total, shrink, done, pos, limit, lowest, qk_scale,
+    soft_cap, zero, no_out, nothing, BN: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    CAP: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
+    p_layout: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile `done + 1` and product of tile `done`, both in flight, then the softmax of the new scores."""
-    k_full, v_full, empty = barriers
-    stage = done % STAGES
+    full, empty = barriers
     ahead = (done + 1) % STAGES
     operand = unpack(p8)
     s_token = warpgroup_mma(q_tile, k_buf.index(ahead).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
-    o_token = warpgroup_mma(operand, v_buf.index(stage).permute((1, 0)), no_out, use_acc=False, is_async=True)
+    o_token = warpgroup_mma(operand, v_buf.index(done % V_STAGES).permute((1, 0)), no_out, use_acc=False, is_async=True)
     s = wait_mma(1, deps=[s_token])
     if CAP:
         s = cap_scores(s, qk_scale, soft_cap)
@@ -169,7 +140,7 @@ def one_step(
     p, top, total, next_shrink = soften_rows(s, top, total, qk_scale, BN, MASKED, CAP)
     next8 = as_operand(p, BN, p_layout)
     # As in extend_device.py: this wait keeps the softmax before that for the product.
-    mbarrier.wait(k_full.index((done + 2) % STAGES), ((done + 2) // STAGES) & 1, pred=more)
+    mbarrier.wait(full.index((done + 2) % STAGES), ((done + 2) // STAGES) & 1)
     part = wait_mma(0, deps=[o_token])
     mbarrier.arrive(empty.index(ahead), count=1)
     next8 = settle(next8, nothing)
@@ -181,11 +152,12 @@ def one_step(
 def consume(
     buffers, barriers, pointers, numbers, part_id: gl.constexpr, HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, BD: gl.constexpr, BDV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    V_STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of every entry."""
-    q_buf, k_buf, v_buf = buffers
-    k_full, v_full, empty = barriers
+    q_buf, k_buf, v_buf, out_buf = buffers
+    full, empty = barriers
     ENTRIES, ORDER, LIMITS, Q, OUT, LSE, PART, PART_LSE, K_SCALE, V_SCALE, SINKS = pointers
     first, last, scale, v_factor, soft_cap, window, row_stride, head_stride, ks_stride, vs_stride = numbers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
@@ -199,20 +171,16 @@ def consume(
     no_out = gl.zeros([ROWS, BDV], gl.float32, o_layout)
     nothing = gl.program_id(1)
     step = 0
+    mbarrier.wait(full.index(0), 0)
+    fields = load_entry(ENTRIES, LIMITS, first, part_id, G, row_layout)
     q = load_queries(Q, ENTRIES, ORDER, first, row_stride, head_stride, part_id, G, D, BD, load_layout)
     for entry in range(first, last):
         q8, q_scale = quantise_rows(q)
         q_tile.store(q8)
         fence_async_shared()
         thread_barrier()
-        record = ENTRIES + entry * ENTRY
-        row_start = gl.load(record)
-        num_rows = gl.load(record + 1)
-        end = gl.load(record + 4)
-        part = gl.load(record + 5)
-        head = gl.load(record + 6)
-        shortest = gl.load(record + 7)
-        begin = first_key(gl.load(record + 3), end, shortest, window, BN, WINDOW)
+        row_start, num_rows, begin, end, part, head, shortest, limit = fields
+        begin = first_key(begin, end, shortest, window, BN, WINDOW)
         factor = scale * LOG2E
         if CAP:
             factor = 2.0 * LOG2E * scale / soft_cap
@@ -221,12 +189,10 @@ def consume(
             factor = factor * gl.load(K_SCALE + head * ks_stride)
             out_scale = out_scale * gl.load(V_SCALE + head * vs_stride)
         qk_scale = gl.convert_layout(q_scale, row_layout) * factor
-        m = part_id * ROWS + gl.arange(0, ROWS, layout=row_layout)
-        limit = gl.load(LIMITS + row_start + m // G, mask=m // G < num_rows, other=0)
         lowest = limit - window
         limit = gl.minimum(limit, end)
         tiles = (end - begin + BN - 1) // BN
-        s = first_scores(q_tile, k_buf, k_full, empty, step, zero, STAGES)
+        s = first_scores(q_tile, k_buf, empty, step, zero, BD, STAGES)
         if CAP:
             s = cap_scores(s, qk_scale, soft_cap)
         s = mask_keys(s, begin + (tiles - 1) * BN, limit, lowest, BN, WINDOW, s_layout)
@@ -235,42 +201,42 @@ def consume(
         acc = no_out
         p, top, total, shrink = soften_rows(s, top, total, qk_scale, BN, True, CAP)
         p8 = as_operand(p, BN, p_layout)
-        mbarrier.wait(k_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1, pred=tiles > 1)
+        mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
         masked = tiles
         if not WINDOW:
             masked = tiles - gl.maximum(gl.minimum(shortest, end) - begin, 0) // BN
         for i in range(1, masked):
             acc, p8, top, total, shrink = one_step(
-                q_tile, k_buf, v_buf, barriers, acc, p8, top, total, shrink, step + i - 1, i + 1 < tiles,
+                q_tile, k_buf, v_buf, barriers, acc, p8, top, total, shrink, step + i - 1,
                 begin + (tiles - 1 - i) * BN, limit, lowest, qk_scale, soft_cap, zero, no_out, nothing, BN, STAGES,
-                CAP, WINDOW, True, s_layout, o_layout, p_layout,
+                V_STAGES, CAP, WINDOW, True, s_layout, o_layout, p_layout,
             )  # fmt: skip
         if not WINDOW:
             for i in range(gl.maximum(masked, 1), tiles):
                 acc, p8, top, total, shrink = one_step(
-                    q_tile, k_buf, v_buf, barriers, acc, p8, top, total, shrink, step + i - 1, i + 1 < tiles,
+                    q_tile, k_buf, v_buf, barriers, acc, p8, top, total, shrink, step + i - 1,
                     begin + (tiles - 1 - i) * BN, limit, lowest, qk_scale, soft_cap, zero, no_out, nothing, BN,
-                    STAGES, CAP, WINDOW, False, s_layout, o_layout, p_layout,
+                    STAGES, V_STAGES, CAP, WINDOW, False, s_layout, o_layout, p_layout,
                 )  # fmt: skip
         step += tiles
-        stage = (step - 1) % STAGES
-        mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
-        o_token = warpgroup_mma(unpack(p8), v_buf.index(stage).permute((1, 0)), no_out, use_acc=False, is_async=True)
+        values = v_buf.index((step - 1) % V_STAGES).permute((1, 0))
+        o_token = warpgroup_mma(unpack(p8), values, no_out, use_acc=False, is_async=True)
         q = load_queries(
             Q, ENTRIES, ORDER, gl.minimum(entry + 1, last - 1), row_stride, head_stride, part_id, G, D, BD, load_layout
         )  # fmt: skip
         product = wait_mma(0, deps=[o_token])
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None] + product
+        fields = load_entry(ENTRIES, LIMITS, gl.minimum(entry + 1, last - 1), part_id, G, row_layout)
         total_of_row = gl.convert_layout(gl.sum(total, 1), row_layout)
         if part >= 0:
             store_part(
-                acc, top, total_of_row, out_scale, PART, PART_LSE, part, num_rows, head, part_id, HQ, G, DV, BDV,
-                row_layout, o_layout,
+                (acc,), top, total_of_row, out_scale, PART, PART_LSE, part, num_rows, head, part_id, HQ, G, DV,
+                row_layout,
             )  # fmt: skip
         else:
             store_out(
-                acc, top, total_of_row, out_scale, OUT, LSE, ORDER + row_start, SINKS, num_rows, head, part_id, HQ, G,
-                DV, BDV, HAS_SINKS, HAS_LSE, row_layout, o_layout, store_layout,
+                out_buf.index(part_id), (acc,), top, total_of_row, out_scale, OUT, LSE, ORDER + row_start, SINKS,
+                num_rows, head, part_id, HQ, G, DV, BDV, HAS_SINKS, HAS_LSE, row_layout, store_layout,
             )  # fmt: skip
 
 
@@ -279,8 +245,8 @@ def extend_tiles_fp8(
     k_desc, v_desc, Q, OUT, LSE, PART, PART_LSE, TABLES, ENTRIES, STARTS, ORDER, LIMITS, RUNS, PLACES, K_SCALE, V_SCALE,
     SINKS, scale, v_factor, soft_cap, window, stride_q_row, stride_q_head, stride_table, stride_ks_head, stride_vs_head,
     HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BD: gl.constexpr, BDV: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr,
-    CAP: gl.constexpr, WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Run the entries STARTS[program] to STARTS[program + 1]; grid (programs,), 4 + 4 + 1 + 1 warps."""
     dtype: gl.constexpr = k_desc.dtype
@@ -289,18 +255,14 @@ def extend_tiles_fp8(
     v_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     q_buf = gl.allocate_shared_memory(dtype, [2, ROWS, BD], k_layout)
     k_buf = gl.allocate_shared_memory(dtype, [STAGES, BN, BD], k_layout)
-    v_buf = gl.allocate_shared_memory(dtype, [STAGES, BDV, BN], v_layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    v_buf = gl.allocate_shared_memory(dtype, [V_STAGES, BDV, BN], v_layout)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    out_buf = gl.allocate_shared_memory(OUT.dtype.element_ty, [2, ROWS, BDV], out_layout)
+    full, empty = make_barriers(STAGES)
     first = gl.load(STARTS + gl.program_id(0))
     last = gl.load(STARTS + gl.program_id(0) + 1)
-    buffers = (q_buf, k_buf, v_buf)
-    barriers = (k_full, v_full, empty)
+    buffers = (q_buf, k_buf, v_buf, out_buf)
+    barriers = (full, empty)
     pointers = (ENTRIES, ORDER, LIMITS, Q, OUT, LSE, PART, PART_LSE, K_SCALE, V_SCALE, SINKS)
     numbers = (
         first, last, scale, v_factor, soft_cap, window, stride_q_row, stride_q_head, stride_ks_head, stride_vs_head
@@ -308,13 +270,13 @@ def extend_tiles_fp8(
     gl.warp_specialize(
         [
             (consume, (buffers, barriers, pointers, numbers, gl.constexpr(0), HQ, G, D, DV, BD, BDV, BN, STAGES,
-                       HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
+                       V_STAGES, HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
             (consume, (buffers, barriers, pointers, numbers, gl.constexpr(1), HQ, G, D, DV, BD, BDV, BN, STAGES,
-                       HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
-            (produce, (k_desc, k_buf, k_full, empty, ENTRIES, TABLES, first, last, stride_table, window, BLOCK_SIZE,
-                       PAGE, BN, BN, BD, BOX, STAGES, WINDOW, False, 0)),
-            (produce_values, (v_desc, v_buf, v_full, empty, ENTRIES, RUNS, PLACES, first, last, window, BN, BDV,
-                              STAGES, WINDOW)),
+                       V_STAGES, HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
+            (produce, (k_desc, k_buf, full, empty, ENTRIES, TABLES, first, last, stride_table, window, BLOCK_SIZE,
+                       PAGE, BN, BN, BD, BOX, STAGES, STAGES, WINDOW, False, 0)),
+            (produce_chunks, (v_desc, v_buf, full, empty, ENTRIES, RUNS, PLACES, first, last, window, BN, BDV, STAGES,
+                              V_STAGES, WINDOW)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -28,7 +28,9 @@ BOX_COLUMNS = 64
 FP8_BOX_COLUMNS = 128
 L2_BYTES = 20 * 1024 * 1024  # KV that tiles in flight should share: less than half of Hopper's L2
 TILE_OVERHEAD_TOKENS = 160  # prologue and epilogue of one tile, in tokens
-EPILOGUE_BYTES = 20 * 1024
+SPARE_BYTES = 2 * 1024  # shared memory for barriers, and for what reductions exchange
+MAX_STAGES = 4
+SHORT = 3 / 8  # tiles with less than so much of the longest one's work run last
 MIN_TILES_PER_WIDE_BLOCK = 3  # a widened block must be read by so many tiles: two pay for the copy
 MAX_WIDE_BYTES = 2**30
 TURN_TOKENS = 128  # tokens of one chunk of turned values: a row of it is one swizzle row
@@ -36,8 +38,9 @@ TURN_TOKENS = 128  # tokens of one chunk of turned values: a row of it is one sw
 
 @dataclass(frozen=True, slots=True)
 class ExtendConfig:
-    """How a fast kernel runs: `page` tokens a copy, `block_n` tokens a step, `num_stages` steps in shared memory.
+    """How a fast kernel runs: `page` tokens a copy, `block_n` tokens a step.
 
+    Shared memory holds the keys of `num_stages` steps and the values of `value_stages`.
     `widen`: the pool is fp8 and its blocks are first copied to the dtype of Q.
     """
 
@@ -46,6 +49,7 @@ class ExtendConfig:
     block_dv: int
     block_n: int
     num_stages: int
+    value_stages: int
     widen: bool = False
 
 
@@ -77,9 +81,13 @@ def extend_config(spec: AttentionSpec, arch: int) -> ExtendConfig | None:
         return None
     block_d, block_dv = (padded_columns(d) for d in dims)
     block_n = 128 if max(block_d, block_dv) <= 128 else 64
-    step = block_n * (block_d + block_dv) * 2
-    room = SHARED_MEMORY_BYTES[90] - FAST_ROWS * block_d * 2 - EPILOGUE_BYTES
-    return ExtendConfig(page, block_d, block_dv, block_n, min(4, room // step), widen)
+    keys, values = block_n * block_d * 2, block_n * block_dv * 2
+    room = SHARED_MEMORY_BYTES[90] - SPARE_BYTES - FAST_ROWS * block_d * 2
+    if block_d != block_dv:  # outputs pass through a buffer of their own, not through that of the queries
+        room -= FAST_ROWS * block_dv * 2
+    stages = min(MAX_STAGES, room // (keys + values))
+    more_keys = stages < MAX_STAGES and room - stages * (keys + values) >= keys
+    return ExtendConfig(page, block_d, block_dv, block_n, stages + more_keys, stages, widen)
 
 
 def fp8_config(spec: AttentionSpec, arch: int) -> ExtendConfig | None:
@@ -93,7 +101,7 @@ def fp8_config(spec: AttentionSpec, arch: int) -> ExtendConfig | None:
     if arch != 90 or not known or page < MIN_PAGE or any(not BOX_COLUMNS <= d <= 128 or d % 16 for d in dims):
         return None
     block_d, block_dv = (padded_columns(d) for d in dims)
-    return ExtendConfig(page, block_d, block_dv, block_n=128, num_stages=4)
+    return ExtendConfig(page, block_d, block_dv, block_n=128, num_stages=MAX_STAGES, value_stages=MAX_STAGES)
 
 
 def plain_only(*, token_scales: bool, tree: bool, alibi: bool) -> bool:
@@ -165,7 +173,10 @@ def schedule_extend(forest: Forest, seq_lens: Array, spec: AttentionSpec, num_sm
 
 
 def cache_order(entries: Long, cost: Long, spec: AttentionSpec) -> Long:
-    """Return the order of entries: groups of (table, head) pairs that fit the L2 together, longest tiles first."""
+    """Return the order of entries: groups of (table, head) pairs that fit the L2 together, longest tiles first.
+
+    Short tiles of all groups come last, so that every program ends at about the same time.
+    """
     pair = entries[:, 2] * spec.num_kv_heads + entries[:, 6]
     pairs, of_entry = np.unique(pair, return_inverse=True)
     tokens = np.zeros(len(pairs), np.int64)
@@ -174,7 +185,8 @@ def cache_order(entries: Long, cost: Long, spec: AttentionSpec) -> Long:
     before = np.cumsum(tokens[longest_first]) - tokens[longest_first]
     group = np.empty(len(pairs), np.int64)
     group[longest_first] = before * spec.kv_bytes_per_token // L2_BYTES
-    return np.lexsort((-cost, group[of_entry]))
+    in_turn = np.where(cost < SHORT * cost.max(), group.max() + 1, group[of_entry])
+    return np.lexsort((-cost, in_turn))
 
 
 def deal(cost: Long, programs: int) -> tuple[Long, Long]:

@@ -25,8 +25,8 @@ ptx = kernel.asm["ptx"]
 counts = {name: ptx.count(name) for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg")}
 print(json.dumps({"spilled": kernel.spill_bytes, "shared": kernel.shared_bytes, **counts}))
 """
-# Spilled once per tile, outside of the loop over keys, which keeps everything in registers (read off the SASS).
-SPILL_LIMIT = 256
+# Spilled outside of the loop over keys without masks, which keeps everything in registers (read off the SASS).
+SPILL_LIMIT = 448
 
 
 def compiled(tmp_path, script, *arguments):

@@ -8,7 +8,7 @@ import torch
 from radixpool.kernels import PlanCapacity, extend_path
 from radixpool.kernels.extend_plan import ExtendConfig
 
-CONFIG = ExtendConfig(page=16, block_d=64, block_dv=64, block_n=128, num_stages=2)
+CONFIG = ExtendConfig(page=16, block_d=64, block_dv=64, block_n=128, num_stages=2, value_stages=2)
 ARGUMENTS = {"scale", "v_factor", "soft_cap", "window", "sinks", "k_scale", "v_scale", "out", "lse", "tables", "part",
              "part_lse", "spec", "config", "precision", "places"}  # fmt: skip
 

@@ -72,10 +72,7 @@ _STOPPED = failpoint("manager.stopped")
 
 
 class ManagerServer:
-    """One manager. Start it, wait, stop it; `address` is known after the start.
-
-    `is_serving` is what health says of the data path: not while a restored cache waits for its pool or it drains.
-    """
+    """One manager. Start it, wait, stop it; `address` is known after the start."""
 
     def __init__(
         self,
@@ -108,7 +105,7 @@ class ManagerServer:
         reflection.enable_server_reflection(
             (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
-        self.is_serving = False
+        self._has_data_path = self._is_draining = False
         self._stopping = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="lease-sweeper", daemon=True)
 
@@ -116,6 +113,11 @@ class ManagerServer:
     def address(self) -> str:
         """Where the manager listens, with the port that the system chose."""
         return self._listener.address
+
+    @property
+    def is_serving(self) -> bool:
+        """What health says of the data path: not while a restored cache waits for its pool, nor while it drains."""
+        return self._has_data_path and not self._is_draining
 
     def start(self) -> None:
         """Listen and serve. Raises AddressInUse, AddressUnavailable; nothing is left behind then."""
@@ -132,7 +134,7 @@ class ManagerServer:
     def stop(self, grace_s: float) -> None:
         """Take no new sequences, give live ones `grace_s` to end, and leave the address."""
         deadline = time.monotonic() + grace_s
-        self.is_serving = False
+        self._is_draining = True
         self._health.enter_graceful_shutdown()
         self.engine.begin_drain()
         _DRAINING()
@@ -164,6 +166,6 @@ class ManagerServer:
         """
         has_pool, awaits_pool = self.engine.pool_state()
         states = {"": has_pool and not awaits_pool, _CACHE: not awaits_pool, _POOL: has_pool, _ADMIN: True}
-        self.is_serving = states[_CACHE]
+        self._has_data_path = states[_CACHE]
         for name, serves in states.items():
             self._health.set(name, _SERVING if serves else _NOT_SERVING)

@@ -57,7 +57,9 @@ def test_a_drain_lets_live_sequences_end_and_takes_no_new_ones(make_server, even
         stop = threading.Thread(target=server.stop, args=(30,))
         stop.start()
         eventually(lambda: serving(server.address) == set())
+        server._tell_health()  # as every sweep does
         assert not server.is_serving
+        assert serving(server.address) == set()
         with pytest.raises(Draining, match="shutting down"):
             client.acquire(range(10))
         seq.extend([1, 2, 3])

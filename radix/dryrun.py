@@ -44,9 +44,15 @@ def shadow(cache: Room) -> Room:
     return other
 
 
+_COPIED = (
+    "key", "blocks", "end", "stride", "last_use", "priority", "retained_until", "origin",
+    "ref", "fence", "pins", "media",
+)  # fmt: skip
+
+
 def _copy(node: Node) -> Node:
     twin = object.__new__(type(node))
-    for name in ("key", "blocks", "end", "stride", "last_use", "priority", "origin", "ref", "fence", "pins", "media"):
+    for name in _COPIED:
         setattr(twin, name, getattr(node, name))
     if isinstance(node, Root) and isinstance(twin, Root):
         twin.namespace = node.namespace

@@ -9,6 +9,7 @@ A root carries one extra `ref`, which stops every upward walk.
 from __future__ import annotations
 
 from hashlib import blake2b
+from math import inf
 from typing import TYPE_CHECKING
 
 from radixpool.radix.eviction.base import DEFAULT_PRIORITY, EvictionPolicy, Run
@@ -28,10 +29,11 @@ class Node(Run):
         policy: the policy object that ranks it as a candidate; None once it is dead: unfindable, freed with its holder.
         account: the tenant's account that pays for its blocks, if the tenant has a quota.
         media: encoded media spans under its only block, or empty.
+        retained_until: when its retention priority ends, on the cache's clock; infinite where it does not.
 
     """
 
-    __slots__ = ("account", "children", "fence", "media", "parent", "pins", "policy", "ref", "root")
+    __slots__ = ("account", "children", "fence", "media", "parent", "pins", "policy", "ref", "retained_until", "root")
 
     children: dict[bytes, Node] | None
     parent: Node
@@ -42,6 +44,7 @@ class Node(Run):
     policy: EvictionPolicy | None
     account: Account | None
     media: bytes
+    retained_until: float
 
     def __init__(self, key: bytes, blocks: bytes, parent: Node, end: int) -> None:
         self.key = key
@@ -56,6 +59,7 @@ class Node(Run):
         self.ref = self.fence = self.pins = 0
         self.last_use = 0
         self.priority = DEFAULT_PRIORITY
+        self.retained_until = inf
         self.media = b""
         self.prev = self.next = self.data = self.origin = None
 

@@ -6,8 +6,9 @@ does not notice. A request may ask for a range before it is committed; it takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from math import inf
 
 from radixpool.radix.admission import Admission, check_count
 from radixpool.radix.errors import UnknownSequence
@@ -39,7 +40,7 @@ class _Range:
     deadline: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
     """A range that a sequence asked for, in blocks of its table."""
 
@@ -54,7 +55,9 @@ class Retention(Admission):
 
     def __init__(self, options: CacheOptions) -> None:
         super().__init__(options)
-        self._ranges: list[_Range] = []  # those with a deadline
+        # Those with a deadline, by what asked for them: a range that is asked for again is one, and so is what a
+        # sequence has committed of a range.
+        self._ranges: dict[Hashable, _Range] = {}
         self._wanted: dict[int, list[_Wanted]] = {}  # what sequences asked for, by handle
 
     def set_retention(
@@ -72,7 +75,7 @@ class Retention(Admission):
 
         Only whole blocks within the range count. Of a prefix what is cached is set; of a sequence, which has its own
         namespace and media, also what it commits later. After `ttl` seconds (by `expire`) the priority is the default
-        again. O(length of the match).
+        again. What is set last counts, its end too: setting a range again prolongs it. O(length of the match).
 
         Raises:
             UnknownSequence: the sequence was released.
@@ -90,12 +93,20 @@ class Retention(Admission):
             if tokens.released:
                 raise UnknownSequence(tokens.handle)
             wanted = _Wanted(first, last, priority, deadline)
-            self._wanted.setdefault(tokens.handle, []).append(wanted)
+            asked = self._wanted.setdefault(tokens.handle, [])
+            for former in [one for one in asked if (one.first, one.last) == (first, last)]:
+                asked.remove(former)
+                self._ranges.pop(former, None)
+            asked.append(wanted)
             return self._apply(tokens, wanted, 0)
         key = pack_tokens(tokens)
         marks = mark_blocks(media, len(key) >> 2, self.block_size)
         last = min(last, len(key) // self._stride)
-        return self._set_range(_Range(namespace, key, marks, first, last, priority, deadline))
+        key = key[: last * self._stride]
+        marks = {block: mark for block, mark in marks.items() if block < last}
+        of_prefix = _Range(namespace, key, marks, first, last, priority, deadline)
+        self._remember((namespace, key, tuple(marks.items()), first), of_prefix)
+        return self._set_range(of_prefix)
 
     def _apply_wanted(self, seq: Sequence, committed_before: int) -> None:
         """Give the blocks `seq` has just committed the priorities it asked for."""
@@ -108,15 +119,23 @@ class Retention(Admission):
         if first >= last or seq._node.policy is None:
             return 0
         key = bytes(seq._tokens[: last * self._stride])
-        return self._set_range(_Range(seq._namespace, key, seq._marks, first, last, wanted.priority, wanted.deadline))
+        reached = _Range(seq._namespace, key, seq._marks, first, last, wanted.priority, wanted.deadline)
+        self._remember(wanted, replace(reached, first=wanted.first))
+        return self._set_range(reached)
+
+    def _remember(self, asker: Hashable, wanted: _Range) -> None:
+        """Remember when a range ends, and no more what `asker` had asked for before."""
+        if wanted.deadline is None:
+            self._ranges.pop(asker, None)
+        else:
+            self._ranges[asker] = wanted
 
     def _set_range(self, wanted: _Range) -> int:
         """Set the priority of what is cached of a range, splitting runs at its ends. Return how many blocks that is."""
-        if wanted.deadline is not None:
-            self._ranges.append(wanted)
         changed = 0
         for node in self._runs_of(wanted):
             self._set_priority(node, wanted.priority)
+            node.retained_until = inf if wanted.deadline is None else wanted.deadline
             changed += node.num_blocks
         return changed
 
@@ -141,10 +160,11 @@ class Retention(Admission):
 
     def _expire_ranges(self, now: float) -> int:
         """Set ranges whose time is over back to the default. Return how many ended."""
-        due = [r for r in self._ranges if r.deadline is not None and r.deadline <= now]
-        for wanted in due:
-            self._ranges.remove(wanted)
+        due = [(asker, r) for asker, r in self._ranges.items() if r.deadline is not None and r.deadline <= now]
+        for asker, wanted in due:
+            del self._ranges[asker]
             for node in self._runs_of(wanted):
-                if node.priority == wanted.priority:
+                if node.retained_until <= now:
                     self._set_priority(node, DEFAULT_PRIORITY)
+                    node.retained_until = inf
         return len(due)

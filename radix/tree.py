@@ -76,6 +76,7 @@ class Tree(CacheState):
         upper.policy = lower.policy
         upper.last_use = lower.last_use
         upper.priority = lower.priority
+        upper.retained_until = lower.retained_until
         upper.origin = lower.origin
         upper.ref = 1 if lower.ref else 0
         upper.pins = 1 if lower.pins else 0

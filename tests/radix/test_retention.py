@@ -116,3 +116,67 @@ def test_pins_share_their_blocks(letters) -> None:
     box.cache.check()
     assert box.cache.pins() == ()
     assert part.num_blocks == 2
+
+
+def priorities(box) -> dict[int, int]:
+    return {info.start: info.priority for info in box.cache.nodes()}
+
+
+def test_setting_a_retention_again_prolongs_it(letters) -> None:
+    """The first deadline took the priority away, though it had been set anew since then."""
+    clock = Clock()
+    box = letters(8, clock=clock)
+    box.put("abcd")
+    for now in (0.0, 8.0, 16.0):
+        clock.now = now
+        assert box.cache.set_retention(codes("abcd"), 90, ttl=10) == 2
+        box.cache.expire()
+        assert priorities(box) == {0: 90}
+    clock.now = 25.0
+    assert box.cache.expire().ranges == 0
+    clock.now = 26.0
+    assert box.cache.expire().ranges == 1
+    assert priorities(box) == {0: 35}
+
+
+@pytest.mark.parametrize("later", [{"ttl": 30}, {}], ids=["longer", "for good"])
+def test_of_overlapping_retentions_the_later_one_counts(letters, later) -> None:
+    clock = Clock()
+    box = letters(8, clock=clock)
+    box.put("abcd")
+    box.cache.set_retention(codes("abcd"), 90, ttl=10)
+    box.cache.set_retention(codes("abxy"), 90, **later)
+    clock.now = 10.0
+    box.cache.expire()
+    box.cache.check()
+    assert priorities(box) == {0: 90, 1: 35}
+
+
+def test_the_same_retention_again_is_remembered_once(letters) -> None:
+    """Whatever stands behind the range: every request of a long system prompt may ask for it."""
+    box = letters(8, clock=Clock())
+    box.put("abcd")
+    for tail in "klmnop":
+        box.cache.set_retention(codes("ab" + tail * 6), 90, stop=2, ttl=10)
+    assert len(box.cache._ranges) == 1
+    box.cache.set_retention(codes("abzz"), 90, stop=2)
+    assert len(box.cache._ranges) == 0, "and for good means that no end is remembered"
+
+
+def test_what_a_long_generation_commits_is_one_range(letters) -> None:
+    """Each commit kept a copy of the whole prefix: 122 MiB for one generation of 32,000 tokens."""
+    clock = Clock()
+    box = letters(64, clock=clock)
+    seq = box.cache.acquire(codes("ab"))
+    box.cache.set_retention(seq, 90, ttl=10)
+    for letter in range(30):
+        box.cache.extend(seq, [letter, letter])
+        box.cache.commit(seq, seq.num_tokens)
+    box.cache.set_retention(seq, 90, ttl=10)
+    assert len(box.cache._ranges) == 1
+    assert set(priorities(box).values()) == {90}
+    clock.now = 10.0
+    assert box.cache.expire().ranges == 1
+    assert set(priorities(box).values()) == {35}
+    box.cache.release(seq)
+    box.cache.check()

@@ -99,16 +99,14 @@ class DevicePlan:
         self.workspace: Workspace | None = None
         self.fixed_tables: Tensor | None = None
         if capacity is not None:
-            self.reserve_parts(capacity.max_parts, capacity.max_rows)
+            self.reserve_parts(capacity.max_parts)
             shape = capacity.max_seqs, capacity.max_blocks
             self.fixed_tables = torch.zeros(shape, dtype=torch.int32, device=spec.device)
 
-    def reserve_parts(self, count: int, rows: int) -> None:
-        """Make room for `count` partial states of `rows` rows; never shrinks."""
-        held = self.workspace
-        if held is not None and held.holds(count, rows):
-            return
-        self.workspace = no_parts(self.spec) if count == rows == 0 else Workspace(self.spec, count, rows)
+    def reserve_parts(self, count: int) -> None:
+        """Make room for `count` partial states; never shrinks."""
+        if self.workspace is None or self.workspace.count < count:
+            self.workspace = Workspace(self.spec, count) if count else no_parts(self.spec)
 
     @functools.cached_property
     def full_grids(self) -> tuple[int, ...]:
@@ -155,7 +153,7 @@ class DevicePlan:
             self.buffer = torch.empty(entries, dtype=torch.int32, device=self.spec.device)
         if self.fixed_tables is None:
             self.buffer.copy_(host, non_blocking=True)
-            self.reserve_parts(facts.num_parts, facts.num_merge_rows)
+            self.reserve_parts(facts.num_parts)
         else:
             assert capacity is not None
             self.buffer.copy_(host[:entries], non_blocking=True)
@@ -237,38 +235,36 @@ def refuse_capture(device: torch.device | str) -> None:
 
 
 class Workspace:
-    """Room for `count` partial states of `rows` rows: `part` and `part_lse` float32, and `marks` int32.
+    """Room for `count` partial states: `part` `[count, num_q_heads, state_width]` and `part_lse`, both float32.
 
     Launches that follow one another tell their states apart by a phase in every word (see device_merge.py).
-    `part` is `[count, num_q_heads, state_width]`; `marks` has one for the plan and one for each program that merges.
     """
 
-    __slots__ = ("count", "marks", "memory", "part", "part_lse", "rows")
+    def __init__(self, spec: AttentionSpec, count: int) -> None:
+        self.count, self.heads, self.width = count, spec.num_q_heads, state_width(spec)
+        self.begin = -(-count * self.heads // ALIGN) * ALIGN
+        entries = self.begin + count * self.heads * self.width
+        self.memory = torch.empty(entries, dtype=torch.float32, device=spec.device)
 
-    def __init__(self, spec: AttentionSpec, count: int, rows: int) -> None:
-        heads, width = spec.num_q_heads, state_width(spec)
-        self.count, self.rows = count, rows
-        sizes = [-(-n // ALIGN) * ALIGN for n in (1 + rows * heads, count * heads, count * heads * width)]
-        self.memory = torch.empty(sum(sizes), dtype=torch.float32, device=spec.device)
-        marks, part_lse, part = self.memory.split(sizes)
-        self.marks = marks.view(torch.int32)
-        self.part_lse = part_lse[: count * heads].view(count, heads)
-        self.part = part[: count * heads * width].view(count, heads, width)
+    @functools.cached_property
+    def part_lse(self) -> Tensor:
+        """The LSE of each state and head, in base 2."""
+        return self.memory[: self.count * self.heads].view(self.count, self.heads)
 
-    def holds(self, count: int, rows: int) -> bool:
-        """Return whether so many states of so many rows fit."""
-        return count <= self.count and rows <= self.rows
+    @functools.cached_property
+    def part(self) -> Tensor:
+        """The states."""
+        return self.memory[self.begin :].view(self.count, self.heads, self.width)
 
     def forget(self, count: int) -> None:
-        """Zero the marks and the first `count` states, in stream order: a new cut numbers them anew."""
-        heads, width = self.part.shape[1:]
-        self.memory[: self.part.storage_offset() + count * heads * width].zero_()
+        """Zero the first `count` states, in stream order: a new cut numbers them anew."""
+        self.memory[: self.begin + count * self.heads * self.width].zero_()
 
 
 @functools.cache
 def no_parts(spec: AttentionSpec) -> Workspace:
     """Return the workspace of plans without partial states: memory to name where a kernel takes a pointer."""
-    return Workspace(spec, 1, 0)
+    return Workspace(spec, 1)
 
 
 def state_width(spec: AttentionSpec) -> int:

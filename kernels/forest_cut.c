@@ -109,14 +109,15 @@ static void cut_height(Cut *c, int h, i64 programs, int merging, i64 *keys, i64 
     i64 count = 0, point = 0, program = 0, before = 0;
     for (i64 i = 0; i < n; before += length[i++]) {
         const Tile *t = &c->tiles[keys[i] & UINT32_MAX];
-        i32 after = c->backs[t->row0 + t->rows - 1], seen = INT32_MAX;
-        for (i32 r = t->row0; r < t->row0 + t->rows; r++) seen = c->limits[r] < seen ? c->limits[r] : seen;
+        const i32 *limits = c->limits + t->row0;
+        i32 after = c->backs[t->row0 + t->rows - 1], seen = INT32_MAX, rows = t->rows;
+        for (i32 r = 0; r < rows; r++) seen = limits[r] < seen ? limits[r] : seen;
         for (i64 at = 0, stop; at < length[i]; at = stop) {
             while (program < programs && (program ? points[program - 1] : 0) <= before + at) starts[program++] = count;
             while (point < programs - 1 && points[point] <= before + at) point++;
             stop = point < programs - 1 ? min64(points[point] - before, length[i]) : length[i];
             i32 end = t->leaf && t->begin + stop == t->end ? TO_THE_END : (i32)(t->begin + stop);
-            pieces[count++] = (Piece){t->row0, t->rows, t->table, (i32)(t->begin + at), end, -1, after, seen};
+            pieces[count++] = (Piece){t->row0, rows, t->table, (i32)(t->begin + at), end, -1, after, seen};
         }
     }
     while (program <= programs) starts[program++] = count;
@@ -162,21 +163,24 @@ static void cut_all_heights(Cut *c) {
     if (apart) c->sizes->tall = 0;
 }
 
+static void add_one(i32 *counts, i32 n) {
+    for (i32 i = 0; i < n; i++) counts[i]++;
+}
+
 static void merge_lists(Cut *c) {
     i64 parts = 0, listed = 0, rows = c->num_rows;
     i32 *count = memset(reserve(c, rows, sizeof(i32)), 0, (size_t)rows * sizeof(i32));
     i32 *left = memset(reserve(c, rows, sizeof(i32)), 0, (size_t)rows * sizeof(i32));
     i32 *next = reserve(c, rows, sizeof(i32));
-    for (i64 i = 0; i < c->num_pieces; i++)
-        for (i32 r = 0; r < c->pieces[i].rows; r++) count[c->pieces[i].row0 + r]++;
+    for (i64 i = 0; i < c->num_pieces; i++) add_one(count + c->pieces[i].row0, c->pieces[i].rows);
     for (i64 i = 0; i < c->num_pieces; i++) {
         Piece *p = &c->pieces[i];
-        int alone = 1;
-        for (i32 r = 0; r < p->rows; r++) alone &= count[p->row0 + r] == 1;
-        if (alone) continue;
+        i32 at = p->row0, end = p->row0 + p->rows;
+        while (at < end && count[at] == 1) at++;
+        if (at == end) continue;
         p->part = (i32)parts;
         parts += p->rows;
-        for (i32 r = 0; r < p->rows; r++) left[p->row0 + r]++;
+        add_one(left + p->row0, p->rows);
     }
     c->merge_rows = reserve(c, rows, sizeof(i32));
     c->merge_starts = reserve(c, rows + 1, sizeof(i32));
@@ -188,9 +192,10 @@ static void merge_lists(Cut *c) {
         c->merge_rows[listed++] = c->rows[r];
         c->merge_starts[listed] = next[r] + left[r];
     }
-    for (i64 i = 0; i < c->num_pieces; i++)
-        for (i32 r = 0; c->pieces[i].part >= 0 && r < c->pieces[i].rows; r++)
-            c->merge_parts[next[c->pieces[i].row0 + r]++] = c->pieces[i].part + r;
+    for (i64 i = 0; i < c->num_pieces; i++) {
+        const Piece p = c->pieces[i];
+        for (i32 r = 0; p.part >= 0 && r < p.rows; r++) c->merge_parts[next[p.row0 + r]++] = p.part + r;
+    }
     c->sizes->num_rows = rows;
     c->sizes->num_merge_rows = listed;
     c->sizes->num_parts = parts;

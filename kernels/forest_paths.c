@@ -129,7 +129,10 @@ static void sort_keys(i64 *keys, i64 *other, i64 n, int ordered) {
 /* Return the first index from `i` on where two tables differ, or `end`. */
 static i64 first_difference(const i32 *a, const i32 *b, i64 i, i64 end) {
     while (i + 64 <= end && memcmp(a + i, b + i, 64 * sizeof(i32)) == 0) i += 64;
-    while (i + 8 <= end && memcmp(a + i, b + i, 8 * sizeof(i32)) == 0) i += 8;
+    for (i64 x, y; i + 2 <= end; i += 2) {
+        memcpy(&x, a + i, sizeof(x)), memcpy(&y, b + i, sizeof(y));
+        if (x != y) break;
+    }
     while (i < end && a[i] == b[i]) i++;
     return i;
 }

@@ -137,7 +137,7 @@ class BoundCall:
         assert on_device is not None and on_device.workspace is not None
         q, k_pool, v_pool, k_scale, v_scale = tensors[:5]
         sections, work, tables = on_device.sections, on_device.workspace, on_device.tables
-        states = (work.part, work.part_lse, work.marks)
+        states = (work.part, work.part_lse, sections["marks"])
         assert tables is not None
         scaled = features.head_scales or features.token_scales
         scales = (*scale_strides(k_scale), *scale_strides(v_scale)) if scaled else (0,) * 6

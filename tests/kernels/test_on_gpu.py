@@ -288,7 +288,7 @@ def test_steps_outlive_the_plan_that_sent_them(make_batch):
 
 
 def test_the_second_step_goes_from_c_to_the_driver(make_batch):
-    """The first compiles through Triton; what C launches has the same effect, also from a thread that is new to CUDA."""
+    """The first compiles through Triton; what C launches has the same effect, also from a thread new to CUDA."""
     batch = make_batch(kv_dtype=BF16, lens=(60, 90))
     plan = plan_forest(batch.tables, [20, 30], spec=batch.spec)
     assert plan.update(None, [21, 31])

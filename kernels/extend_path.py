@@ -52,10 +52,12 @@ class FastExtend:
         elif self.widening is not None:
             k_pool, v_pool = self.widening.copy(k_pool, v_pool)
             tables = self.widening.tables
+        states = self.on_device.workspace
+        assert states is not None
         self.launcher.launch_extend(
             q, k_pool, v_pool, self.schedule, spec=self.spec, config=self.config,
             precision="full" if self.turning is None else "fp8", places=places, tables=tables,
-            part=self.on_device.workspace.part, part_lse=self.on_device.workspace.part_lse, **arguments,
+            part=states.part, part_lse=states.part_lse, **arguments,
         )  # fmt: skip
 
 

@@ -127,9 +127,8 @@ class StepSender:
 
     def bind(self) -> Bound | None:
         """Return the launch for C, if the kernel is compiled for this device and asks for no memory of Triton's."""
-        kernel = step_variant().compiled.get(self.device.index)
-        launch = None if kernel is None else cuda_launch()
-        if launch is None or kernel.metadata.global_scratch_size:
+        kernel, launch = step_variant().compiled.get(self.device.index), cuda_launch()
+        if kernel is None or launch is None or kernel.metadata.global_scratch_size:
             return None
         threads, addresses = kernel.metadata.num_warps * WARP_THREADS, (t.data_ptr() for t in self.fixed)
         return Bound(launch, kernel.function, *addresses, threads, kernel.metadata.shared, *self.numbers)

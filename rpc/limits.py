@@ -58,6 +58,8 @@ MAX_CONCURRENT_RPCS: Final = 1024
 DEFAULT_INSPECTED: Final = 1000
 """Nodes or sequences in one answer of an inspection, when the request names no number."""
 MAX_INSPECTED: Final = 10_000
+MAX_EVICTED_BLOCKS: Final = 1_000_000
+"""Blocks that one eviction names; the manager does nothing else meanwhile, about 0.2 s."""
 
 REPLY_RETENTION_S: Final = 60.0
 """How long a reply is kept for a request that is sent again, unless the client acknowledges it earlier."""

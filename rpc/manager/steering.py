@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from radixpool.radix import RadixCache
+from radixpool.rpc import limits
 from radixpool.rpc.convert import block_ids_to_wire, media_from_wire
 from radixpool.rpc.manager.engine import Engine
 from radixpool.rpc.manager.handles import HandleTable
@@ -65,7 +66,9 @@ def set_retention(
 
 
 def evict(engine: Engine, request: pb.EvictRequest, reply: pb.EvictResponse) -> None:
-    """Evict blocks that nobody holds, or say which would go."""
+    """Evict blocks that nobody holds, or say which would go: as many as an answer has room for."""
+    if request.num_blocks > limits.MAX_EVICTED_BLOCKS:
+        raise ValueError(f"num_blocks must be at most {limits.MAX_EVICTED_BLOCKS} at a time, got {request.num_blocks}")
     evicted = engine.cache.evict(request.num_blocks, dry_run=request.dry_run)
     if not request.dry_run:
         engine.removals["operator"] += evicted.num_blocks

@@ -7,6 +7,7 @@ import pytest
 from radixpool.radix import Namespace, NotCached, PinBudgetExceeded, QuotaExceeded, UnknownPin
 from radixpool.radix.errors import CacheBusy
 from radixpool.radix.media import MediaSpan
+from radixpool.rpc import limits
 from radixpool.rpc.client import AsyncClient
 from radixpool.rpc.inspection import Flushed, FlushMode, MissReason
 from radixpool.v1 import admin_pb2
@@ -197,3 +198,13 @@ async def test_the_asyncio_client_matches_media_too(client, server):
     async with AsyncClient(server.address) as other:
         assert (await other.match(PROMPT, media=CAT)).cached_tokens == 8
         assert (await other.match(PROMPT, media=DOG)).cached_tokens == 0
+
+
+def test_more_than_an_answer_can_name_is_not_evicted(client, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_EVICTED_BLOCKS", 1)
+    keep(client, PROMPT)
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match="num_blocks must be at most 1 at a time, got 2"):
+            client.evict(2, dry_run=dry_run)
+    assert client.match(PROMPT).cached_tokens == 8
+    assert len(client.evict(1)) == 1

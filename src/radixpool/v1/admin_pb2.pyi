@@ -1026,7 +1026,7 @@ class EvictRequest(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
-    """num_blocks is how many to evict at most."""
+    """num_blocks is how many to evict at most, up to 1,000,000 at a time."""
     dry_run: _builtins.bool
     """dry_run changes nothing and says what would go."""
     @_builtins.property

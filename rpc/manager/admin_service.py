@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
 import grpc
 
-from radixpool.radix import TenantUsage
+from radixpool.radix import NodeInfo, TenantUsage
 from radixpool.radix.errors import InvariantViolation
 from radixpool.rpc import limits
 from radixpool.rpc.advice import advice_to_wire
 from radixpool.rpc.manager import steering
 from radixpool.rpc.manager.engine import Engine
-from radixpool.rpc.manager.operations import checked_namespace
+from radixpool.rpc.manager.operations import BLOCK_ID_BYTES, checked_namespace
 from radixpool.rpc.manager.subscriptions import Subscription
 from radixpool.rpc.manager.views import Views
 from radixpool.v1 import admin_pb2 as pb
 from radixpool.v1 import admin_pb2_grpc, cache_pb2
 
+_NODE_BYTES: Final = 256
+"""What a node takes in an answer besides its block ids, a namespace of usual length included."""
 _CACHE_FIELDS = tuple(field.name for field in pb.CacheStats.DESCRIPTOR.fields)
 
 
@@ -71,7 +73,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         count = _bounded("max_nodes", request.max_nodes)
         namespace = checked_namespace(request.namespace) if request.HasField("namespace") else None
         with self._engine.lock:
-            nodes = list(itertools.islice(self._engine.cache.nodes(namespace), count))
+            nodes = list(_fitting(itertools.islice(self._engine.cache.nodes(namespace), count)))
             total = self._engine.cache.stats().num_nodes
         reply = pb.InspectTreeResponse(
             nodes=map(self._views.node, nodes), total_nodes=total, block_size=self._engine.options.block_size
@@ -175,6 +177,16 @@ def _bounded(field: str, value: int) -> int:
     if value > limits.MAX_INSPECTED:
         raise ValueError(f"{field} must be at most {limits.MAX_INSPECTED}, got {value}")
     return value or limits.DEFAULT_INSPECTED
+
+
+def _fitting(nodes: Iterable[NodeInfo]) -> Iterator[NodeInfo]:
+    """Yield the nodes that one message has room for."""
+    room = limits.MAX_MESSAGE_BYTES - _NODE_BYTES
+    for node in nodes:
+        room -= _NODE_BYTES + BLOCK_ID_BYTES * len(node.blocks)
+        if room < 0:
+            return
+        yield node
 
 
 def _tenant_usage(usage: TenantUsage) -> pb.TenantUsage:

@@ -90,3 +90,13 @@ def test_a_step_whose_new_blocks_do_not_fit_is_refused_as_a_whole(make_server, m
             session.step(step)
         assert client.stats().cache.held_blocks == 1
         assert session.step(Step(handles=[acquired.handle], tokens=[1])).num_tokens.tolist() == [2]
+
+
+def test_a_tree_is_shown_as_far_as_a_message_goes(client, monkeypatch):
+    for first in range(4):
+        with client.acquire([first, *PROMPT]) as seq:
+            seq.commit(len(PROMPT))
+    assert len(client.inspect_tree().nodes) == 4
+    monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 100_000)
+    view = client.inspect_tree()
+    assert (len(view.nodes), view.total_nodes) == (2, 4)

@@ -455,7 +455,7 @@ class InspectTreeRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     MAX_NODES_FIELD_NUMBER: _builtins.int
     max_nodes: _builtins.int
-    """max_nodes limits the answer; 0 means 1,000."""
+    """max_nodes limits the answer, as does the size of a message; 0 means 1,000."""
     @_builtins.property
     def namespace(self) -> _common_pb2.Namespace:
         """namespace limits the answer to one tree; unset means all."""

@@ -7,11 +7,11 @@ from a snapshot.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from radixpool.radix.errors import EventsLost
-from radixpool.radix.events import Cleared, Event, EventLog
+from radixpool.radix.events import Cleared, Event, EventLog, Stored
 from radixpool.rpc import limits
 from radixpool.rpc.manager.engine import Engine
 from radixpool.rpc.manager.views import Views
@@ -19,6 +19,9 @@ from radixpool.rpc.security.identity import current_tenant
 from radixpool.v1 import admin_pb2 as pb
 
 POLL_S: Final = 0.02
+_EVENT_BYTES: Final = 1024
+"""What an event takes besides tokens and block ids: its namespace, media and numbers."""
+_ROOM_BYTES: Final = limits.MAX_MESSAGE_BYTES - _EVENT_BYTES
 
 
 class Subscription:
@@ -61,12 +64,11 @@ class Subscription:
         self, events: list[Event], log_id: int, seq: int, *, snapshot: bool
     ) -> Iterator[pb.SubscribeEventsResponse]:
         """Yield events in messages of bounded size; an empty list makes one message, which carries the position."""
-        for first in range(0, max(1, len(events)), limits.EVENTS_PER_MESSAGE):
-            part = events[first : first + limits.EVENTS_PER_MESSAGE]
-            is_last = first + limits.EVENTS_PER_MESSAGE >= len(events)
+        parts = list(_parts(events)) or [[]]
+        for number, part in enumerate(parts, start=1):
             reply = pb.SubscribeEventsResponse(
                 log_id=log_id,
-                seq=seq if snapshot or is_last else part[-1].seq,
+                seq=seq if snapshot or number == len(parts) else part[-1].seq,
                 snapshot=snapshot,
                 events=[self._views.event(event) for event in part if self._is_shown(event)],
             )
@@ -78,3 +80,20 @@ class Subscription:
             return True
         assert event.namespace is not None
         return event.namespace.tenant == self._tenant
+
+
+def _parts(events: Iterable[Event]) -> Iterator[list[Event]]:
+    """Cut events into what fits into one message each."""
+    part: list[Event] = []
+    room = _ROOM_BYTES
+    for event in events:
+        size = _EVENT_BYTES
+        if not isinstance(event, Cleared):
+            size += len(event.blocks) + (len(event.tokens) if isinstance(event, Stored) else 0)
+        if part and (size > room or len(part) == limits.EVENTS_PER_MESSAGE):
+            yield part
+            part, room = [], _ROOM_BYTES
+        part.append(event)
+        room -= size
+    if part:
+        yield part

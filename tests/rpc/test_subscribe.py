@@ -163,3 +163,25 @@ def test_an_index_fed_by_a_stream_equals_the_tree(make_server):
         stream.close()
         for tokens in itertools.product(range(3), repeat=8):
             assert 4 * len(index.match(tokens)) == client.match(tokens).cached_tokens
+
+
+def test_long_runs_come_in_messages_of_the_size_that_is_allowed(make_server):
+    """64 events a message were too many for prompts of 17,000 tokens: nobody could subscribe any more."""
+    server = make_server(num_blocks=70_000, block_size=16)
+    with Client(server.address) as client:
+        live = client.subscribe_events()
+        next(live)
+        prompts = [[number] * 17_000 for number in range(64)]
+        for prompt in prompts:
+            keep(client, prompt)
+        told = EventIndex(block_size=16)
+        told.load(Snapshot(0, ()))
+        for batch in take(live, last_seq(server)):
+            for event in batch.events:
+                told.apply(event)
+        snapshot = [event for batch in itertools.islice(client.subscribe_events(), 2) for event in batch.events]
+        assert len(snapshot) == 64, "two messages of them"
+        fresh = EventIndex(block_size=16)
+        fresh.load(Snapshot(last_seq(server), tuple(snapshot)))
+        for prompt in prompts[::16]:
+            assert len(told.match(prompt)) == len(fresh.match(prompt)) == 17_000 // 16

@@ -11,7 +11,7 @@ import click
 
 from radixpool.radix.errors import RadixPoolError
 from radixpool.rpc.directory.errors import DirectoryInUse
-from radixpool.rpc.errors import AddressInUse, AddressUnavailable, ManagerUnavailable
+from radixpool.rpc.errors import AddressInUse, AddressUnavailable, ManagerUnavailable, Unauthenticated
 
 _NOBODY_THERE: Final = ("Connection refused", "No such file or directory")
 EXIT_OPERATING_ERROR: Final = 1
@@ -55,6 +55,8 @@ def _shown(error: RadixPoolError) -> OperatingError:
         return UnavailableError(f"{error}{hint}")
     if isinstance(error, AddressInUse | AddressUnavailable | DirectoryInUse):
         return ListenError(str(error))
+    if isinstance(error, Unauthenticated):
+        return OperatingError(f"{error} (RADIXPOOL_TOKEN or RADIXPOOL_TOKEN_FILE)")
     return OperatingError(str(error))
 
 

@@ -111,7 +111,7 @@ def test_everything_on_and_a_clean_end(
     assert json.loads(served.stdout)["cache"]["num_blocks"] == 64
     refused = stats(manager.address, tls)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert "a bearer token is needed" in refused.stderr
+    assert "a bearer token is needed (RADIXPOOL_TOKEN or RADIXPOOL_TOKEN_FILE)" in refused.stderr
     unknown = stats(manager.address, {**tls, "RADIXPOOL_TOKEN": new_token().secret})
     assert "the bearer token is not known" in unknown.stderr
     without_tls = stats(manager.address, {"RADIXPOOL_TOKEN": token.secret})

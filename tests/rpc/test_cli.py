@@ -241,3 +241,47 @@ def test_commands_and_options_are_completed(run_cli):
 
     assert completed("radixpool st") == ["stats"]
     assert "--max-nodes" in completed("radixpool inspect tree --m")
+
+
+def test_evicting(invoke, busy):
+    assert invoke("evict", "5", "--dry-run").stdout == "would evict 1 of 5 blocks: 1\n"
+    assert json.loads(invoke("evict", "5", "--json").stdout) == {"dry_run": False, "block_ids": [1]}
+    assert invoke("evict", "5").stdout == "evicted 0 of 5 blocks\n"
+
+
+def test_flushing_everything(invoke, busy):
+    refused = invoke("flush", "--mode", "idle-only", "--yes")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "cache is busy: 3 blocks held" in refused.stderr
+    assert invoke("flush", "--mode", "drain", "--yes").stdout == "freed 1 blocks; 2 are held and stay findable\n"
+    document = json.loads(invoke("flush", "--mode", "new-generation", "--yes", "--json").stdout)
+    assert document == {"freed_blocks": 0, "held_blocks": 2}
+    assert invoke("inspect", "tree").stdout == "the tree is empty: nothing is committed\n"
+
+
+def test_flushing_one_namespace(invoke, client, busy):
+    with client.acquire(range(8), namespace=Namespace(model="llama", tenant="other")) as seq:
+        seq.commit(8)
+    answer = invoke("flush", "--mode", "drain", "--model", "llama", "--tenant", "other", "--yes")
+    assert answer.stdout == "freed 2 blocks; 0 are held and stay findable\n"
+    assert client.stats().cache.cached_blocks == 1
+
+
+def test_a_flush_asks_first(invoke, client, busy, server):
+    runner = CliRunner(env={"RADIXPOOL_ADDRESS": server.address})
+    refused = runner.invoke(main, ["flush", "--mode", "drain", "--model", "llama"], input="n\n")
+    assert refused.exit_code == 1
+    assert "flush model=llama (drain)? [y/N]" in refused.stderr
+    assert client.stats().cache.cached_blocks == 1
+
+
+def test_quotas(invoke, client):
+    assert invoke("quota", "list").stdout == "no tenant has a quota: all share the pool\n"
+    assert invoke("quota", "set", "acme", "--guaranteed", "8", "--max", "32").exit_code == 0
+    (usage,) = json.loads(invoke("quota", "list", "--json").stdout)
+    assert (usage["tenant"], usage["guaranteed_blocks"], usage["max_blocks"]) == ("acme", 8, 32)
+    assert "acme" in invoke("quota", "list").stdout
+    assert invoke("quota", "set", "acme").exit_code == 2
+    assert invoke("quota", "set", "acme", "--guaranteed", "99").exit_code == 2
+    assert invoke("quota", "remove", "acme").exit_code == 0
+    assert client.stats().tenants == ()

@@ -59,7 +59,9 @@ def print_tree(view: inspection.TreeView) -> None:
     """Draw the forest: one tree per namespace, one line per run of blocks."""
     console = Console()
     if not view.nodes:
-        console.print("the tree is empty: nothing is committed")
+        flushed = f"; {_count(view.total_nodes, 'flushed run')} of blocks with holders left" if view.total_nodes else ""
+        console.print(f"the tree is empty: nothing is committed{flushed}")
+        return
     path: list[Tree] = []
     roots: list[Tree] = []
     for node in view.nodes:

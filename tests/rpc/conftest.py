@@ -24,10 +24,10 @@ NUM_BLOCKS = 64
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], Any]], Any]:
-    """Wait for a condition: returns its first true value, fails when it stays false for 10 s."""
+    """Wait for a condition: returns its first true value, fails when it stays false for 30 s."""
 
     def wait(condition: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not (value := condition()):
             assert time.monotonic() < deadline, "the condition did not become true in time"
             time.sleep(0.01)

@@ -155,6 +155,6 @@ async def _cancel(call) -> None:
 
 
 async def _until(condition) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)

@@ -76,7 +76,7 @@ def greedy(n):
     return SamplingParams(max_new_tokens=n)
 
 
-def wait_until(condition, timeout_s=5.0):
+def wait_until(condition, timeout_s=30.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -114,6 +116,26 @@ def test_a_script_has_the_options(words: list[str]) -> None:
     sources = [source, *(path.read_text(encoding="utf-8") for path in paths if path.exists())]
     for option in (word for word in words[2:] if word.startswith("--")):
         assert any(f'"{option}"' in source for source in sources), option
+
+
+def examples() -> list[object]:
+    """Python of the pages that is no doctest (those run elsewhere)."""
+    blocks = [
+        pytest.param(code, id=f"{page.name}: {' '.join(code.split())}"[:70])
+        for page in PAGES
+        for language, code in CODE.findall(page.read_text(encoding="utf-8"))
+        if language == "python" and ">>>" not in code
+    ]
+    assert blocks
+    return blocks
+
+
+@pytest.mark.parametrize("code", examples())
+def test_an_example_imports_what_there_is(code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("radixpool"):
+            module = importlib.import_module(str(node.module))
+            assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]
 
 
 def references() -> Iterator[tuple[Path, str]]:

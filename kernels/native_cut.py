@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 
 from torch import Tensor
 
@@ -27,8 +28,8 @@ CONSTANTS = {
     forest_pack: ("ALIGN",),
 }  # fmt: skip
 POINTER, INT = ctypes.c_void_p, ctypes.c_int64
-FactsArray = ctypes.c_int64 * len(CutFacts._fields)
-PlacesArray = ctypes.c_int64 * (len(forest_pack.SECTIONS) + 1 + len(TILE_ROWS))
+FACTS = struct.Struct(f"{len(CutFacts._fields)}q")
+PLACES = struct.Struct(f"{len(forest_pack.SECTIONS) + 1 + len(TILE_ROWS)}q")
 
 
 class Batch(ctypes.Structure):
@@ -118,7 +119,7 @@ class NativeCut:
 
     def __init__(self, code: ctypes.CDLL, fixed: bytes, arrays: tuple[Array, Array, Array, Array]) -> None:
         self.code, self.arrays, self.handle = code, arrays, None
-        self.batch, self.sizes = Batch.from_buffer_copy(fixed), FactsArray()
+        self.batch, self.sizes = Batch.from_buffer_copy(fixed), (ctypes.c_char * FACTS.size)()
         tables, lens, query_lens, query_starts = arrays
         batch = self.batch
         batch.tables, batch.lens = address(tables), address(lens)
@@ -127,12 +128,12 @@ class NativeCut:
         self.handle = code.radixpool_cut(ctypes.addressof(batch), ctypes.addressof(self.sizes))
         if not self.handle:
             raise MemoryError("plan: no memory for the work items")
-        self.facts = CutFacts._make(self.sizes)
+        self.facts = CutFacts._make(FACTS.unpack(self.sizes))
 
     def pack(self, layout: Layout, host: Tensor) -> None:
         """Write all sections."""
-        places = PlacesArray(*layout.begins, layout.table_stride, *layout.grids)
-        self.code.radixpool_pack(self.handle, ctypes.addressof(places), host.data_ptr())
+        places = PLACES.pack(*layout.begins, layout.table_stride, *layout.grids)
+        self.code.radixpool_pack(self.handle, places, host.data_ptr())
 
     def __del__(self) -> None:
         if self.handle:

@@ -36,7 +36,8 @@ ITEM_OVERHEAD_BYTES = 32 * 1024
 JOIN_SHARE = 0.1  # tiles of 32 rows that have this share of the narrow tokens make the 16-row tiles join their launch
 TALL_COST = 1.6  # time of a token of a tall tile, in tokens of a narrow one
 BESIDE_SHARE = 1.5  # narrow work up to this many times the tall work fills only the room that tall tiles leave
-TALL_COST_APART, NARROW_COST_APART = 18, 13  # time of a token of each on multiprocessors of its own
+TALL_SHARE, NARROW_SHARE = 3, 2  # all programs that fit run tall tiles beside up to 3 / 2 as many narrow tokens
+TALL_COST_APART, NARROW_COST_APART = 6, 5  # time of a token of each on multiprocessors of its own
 
 
 @dataclass(slots=True)
@@ -250,14 +251,17 @@ def sm_step(config_of: ConfigOf, spec: AttentionSpec) -> int:
 def split_sms(tiles: Tiles, num_sms: int, step: int) -> int:
     """Return how many SMs the tallest tiles get where narrower ones run on the others, whole steps of them.
 
-    Both should end together; rounding favours the narrow ones, as a program too few costs them a whole share.
+    Both should end together: of the whole steps around the exact share, the narrow ones get what ends first.
     """
     work, tallest = tiles.end - tiles.begin, tiles.height == TILE_ROWS[-1]
     tall, narrow = TALL_COST_APART * int(work[tallest].sum()), NARROW_COST_APART * int(work[~tallest].sum())
     if not tall or not narrow:
         return num_sms
-    share = -(-num_sms * narrow // (tall + narrow))
-    return max(1, num_sms - -(-share // step) * step)
+    few = max(step, num_sms * narrow // (tall + narrow) // step * step)
+    many = few + step
+    if many < num_sms and max(tall / (num_sms - many), narrow / many) < max(tall / (num_sms - few), narrow / few):
+        few = many
+    return max(1, num_sms - few)
 
 
 def first_items_first(records: Array, starts: Long) -> Array:
@@ -312,6 +316,43 @@ def programs_apart(per_sm: int, num_kv_heads: int, num_sms: int) -> int:
     return max(1, num_sms * per_sm // num_kv_heads)
 
 
+def share_out(
+    tokens: dict[int, int], programs: dict[int, int], config_of: ConfigOf, spec: AttentionSpec, device: DeviceInfo
+) -> dict[int, int]:
+    """Return the programs where narrow tiles run beside those of one tall height, given those that fill the device.
+
+    The fewer tokens are in tall tiles, the fewer programs run them; narrow ones fill what multiprocessors that leaves.
+    """
+    tall = [h for h in programs if h >= TALL_ROWS]
+    narrow = sum(tokens[h] for h in programs if h < TALL_ROWS)
+    if len(tall) != 1 or not narrow:
+        return programs
+    (height,), heads = tall, spec.num_kv_heads
+    few = min(programs[height], max(1, programs[height] * TALL_SHARE * tokens[height] // (NARROW_SHARE * narrow)))
+    taken = min(device.num_sms, -(-few * heads // config_of(height, tall=True).ctas_per_sm))
+    shared = {height: few}
+    for h in programs.keys() - shared.keys():
+        config = config_of(h, tall=True)
+        shared[h] = max(1, ((device.num_sms - taken) * config.ctas_per_sm + taken * config.ctas_beside) // heads)
+    return shared
+
+
+def programs_by_height(
+    tiles: Tiles, tall_sms: int, config_of: ConfigOf, spec: AttentionSpec, device: DeviceInfo
+) -> dict[int, int]:
+    """Return how many programs per KV head run the tiles of each height in use."""
+    work = tiles.end - tiles.begin
+    tokens = {h: int(work[tiles.height == h].sum()) for h in TILE_ROWS}
+    heights = [h for h in TILE_ROWS if tokens[h]]
+    if tall_sms < device.num_sms:
+        sms = {h: tall_sms if h == TILE_ROWS[-1] else device.num_sms - tall_sms for h in heights}
+        per_sm = {h: config_of(h, tall=h == TILE_ROWS[-1]).ctas_per_sm for h in heights}
+        return {h: programs_apart(per_sm[h], spec.num_kv_heads, sms[h]) for h in heights}
+    tall, beside = any(h >= TALL_ROWS for h in heights), runs_beside(tiles)
+    programs = {h: programs_of(h, config_of, spec, device, tall=tall, beside=beside) for h in heights}
+    return share_out(tokens, programs, config_of, spec, device) if beside else programs
+
+
 def build_forest(
     tables: Array, lens: Array, query_lens: Array, query_starts: Array, spec: AttentionSpec, device: DeviceInfo,
     config_of: ConfigOf, *, min_gain_bytes: float = 1.0,
@@ -339,22 +380,16 @@ def build_forest(
     guarded, backs = np.append(limits, TO_THE_END), row_back[sorted_rows]
     tiles = cut_rows(segments, spec.group_size, limits)
     merging = bool((~tiles.leaf).any())
-    tall, beside = bool((tiles.height >= TALL_ROWS).any()), runs_beside(tiles)
+    tall = bool((tiles.height >= TALL_ROWS).any())
     tall_sms = device.num_sms
     if tall_kernel == "persistent":
         tall_sms = split_sms(tiles, device.num_sms, sm_step(config_of, spec))
-    apart = tall_sms < device.num_sms
+    programs = programs_by_height(tiles, tall_sms, config_of, spec, device)
     chunks, starts = [], {}
-    for height in TILE_ROWS:
+    for height in sorted(programs):
         own = np.flatnonzero(tiles.height == height)
-        if len(own):
-            programs = programs_of(height, config_of, spec, device, tall=tall, beside=beside)
-            if apart:
-                tallest = height == TILE_ROWS[-1]
-                sms = tall_sms if tallest else device.num_sms - tall_sms
-                programs = programs_apart(config_of(height, tall=tallest).ctas_per_sm, spec.num_kv_heads, sms)
-            chunk, starts[height] = cut_height(tiles, own, programs, guarded, backs, merging=merging)
-            chunks.append(chunk)
+        chunk, starts[height] = cut_height(tiles, own, programs[height], guarded, backs, merging=merging)
+        chunks.append(chunk)
     columns = [np.concatenate(c) for c in zip(*chunks, strict=True)] if chunks else [np.zeros(0, np.int64)] * 7
     part, merge_rows, merge_starts, merge_parts, num_parts = merge_lists(columns[0], columns[1], num_rows)
     records = table_of(dict(zip((0, 1, 2, 3, 4, 8, 9, 5), [*columns, part], strict=True)), len(part), RECORD)
@@ -370,5 +405,5 @@ def build_forest(
         merge_rows=sorted_rows[merge_rows].astype(np.int32), merge_starts=merge_starts.astype(np.int32),
         merge_parts=merge_parts.astype(np.int32), num_parts=num_parts,
         unique_tokens=int((segments.end - segments.begin).sum()), growable=int(segments.leaf.sum()) == len(active),
-        tall=tall and not apart, tall_sms=tall_sms,
+        tall=tall and tall_sms == device.num_sms, tall_sms=tall_sms,
     )  # fmt: skip

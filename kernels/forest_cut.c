@@ -126,27 +126,53 @@ static void cut_height(Cut *c, int h, i64 programs, int merging, i64 *keys, i64 
     c->num_pieces += count;
 }
 
+static double later_end(i64 tall, i64 narrow, i64 tall_sms, i64 narrow_sms) {
+    double a = (double)tall / (double)tall_sms, b = (double)narrow / (double)narrow_sms;
+    return a > b ? a : b;
+}
+
 static i64 split_sms(const Cut *c) {
-    i64 tall = 0, narrow = 0, num_sms = c->in->num_sms;
+    i64 tall = 0, narrow = 0, num_sms = c->in->num_sms, step = c->in->sm_step;
     for (i64 i = 0; i < c->num_tiles; i++) {
         const Tile *t = &c->tiles[i];
         *(t->height == TILE_ROWS[HEIGHTS - 1] ? &tall : &narrow) += t->end - t->begin;
     }
     tall *= TALL_COST_APART, narrow *= NARROW_COST_APART;
     if (!tall || !narrow) return num_sms;
-    i64 share = ceil_div(num_sms * narrow, tall + narrow);
-    return max64(1, num_sms - ceil_div(share, c->in->sm_step) * c->in->sm_step);
+    i64 few = max64(step, num_sms * narrow / (tall + narrow) / step * step), many = few + step;
+    if (many < num_sms
+        && later_end(tall, narrow, num_sms - many, many) < later_end(tall, narrow, num_sms - few, few)) few = many;
+    return max64(1, num_sms - few);
+}
+
+/* Give tall tiles of one height fewer programs where there is less in them than beside them, and narrow tiles the rest. */
+static void share_out(const Cut *c, const i64 *tokens, i64 *programs) {
+    const Batch *in = c->in;
+    i64 narrow = 0;
+    int tall = -1, used = 0;
+    for (int h = 0; h < HEIGHTS; h++) {
+        if (TILE_ROWS[h] < TALL_ROWS) narrow += tokens[h];
+        else if (tokens[h]) tall = h, used++;
+    }
+    if (used != 1 || !narrow) return;
+    i64 few = min64(programs[tall], max64(1, programs[tall] * TALL_SHARE * tokens[tall] / (NARROW_SHARE * narrow)));
+    i64 taken = min64(in->num_sms, ceil_div(few * in->num_kv_heads, in->with_tall[tall]));
+    for (int h = 0; h < HEIGHTS; h++) {
+        i64 room = (in->num_sms - taken) * in->with_tall[h] + taken * in->beside_tall[h];
+        programs[h] = h == tall ? few : max64(1, room / in->num_kv_heads);
+    }
 }
 
 static void cut_all_heights(Cut *c) {
-    i64 narrow = 0, tall = 0, n = c->num_tiles;
+    i64 tokens[HEIGHTS] = {0}, narrow = 0, tall = 0, n = c->num_tiles;
     int merging = 0;
     for (i64 i = 0; i < n; i++) {
         const Tile *t = &c->tiles[i];
-        *(t->height >= TALL_ROWS ? &tall : &narrow) += t->end - t->begin;
+        tokens[height_index(t->height)] += t->end - t->begin;
         merging |= !t->leaf;
-        c->sizes->tall |= t->height >= TALL_ROWS;
     }
+    for (int h = 0; h < HEIGHTS; h++) *(TILE_ROWS[h] >= TALL_ROWS ? &tall : &narrow) += tokens[h];
+    c->sizes->tall = tall > 0;
     int beside = c->sizes->tall && (double)narrow <= BESIDE_SHARE * TALL_COST * (double)tall;
     c->sizes->tall_sms = c->in->persistent ? split_sms(c) : c->in->num_sms;
     int apart = c->sizes->tall_sms < c->in->num_sms;
@@ -156,8 +182,9 @@ static void cut_all_heights(Cut *c) {
         i64 sms = h == HEIGHTS - 1 ? c->sizes->tall_sms : c->in->num_sms - c->sizes->tall_sms;
         programs[h] = apart ? max64(1, sms * c->in->per_sm[h] / c->in->num_kv_heads)
                             : c->in->programs[h][c->sizes->tall][beside];
-        most += programs[h];
     }
+    if (beside && !apart) share_out(c, tokens, programs);
+    for (int h = 0; h < HEIGHTS; h++) most += programs[h];
     c->pieces = reserve(c, most, sizeof(Piece));
     for (int h = 0; h < HEIGHTS; h++) cut_height(c, h, programs[h], merging, keys, other, length);
     if (apart) c->sizes->tall = 0;

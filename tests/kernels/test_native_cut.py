@@ -117,6 +117,26 @@ def test_tall_and_narrow_tiles_get_processors_of_their_own():
     assert decode.tall_sms == 132
 
 
+@pytest.mark.parametrize(
+    ("heads", "prefill", "decodes", "best"),
+    [
+        ((32, 8), (1, 2048, 2048), (64, 2048), (52, 60)),
+        ((32, 8), (2, 4096, 4096), (16, 8192), (100, 112)),
+        ((32, 8), (1, 512, 1536), (128, 1024), (24, 44)),
+        ((32, 8), (1, 8192, 8192), (32, 4096), (112, 116)),
+        ((8, 1), (1, 2048, 6144), (64, 4096), (96, 104)),
+    ],
+)
+def test_processors_are_split_as_measured_best(heads, prefill, decodes, best):
+    """Sequences, new tokens and lengths, and the shares of prefill that took the least time on an H200."""
+    new = np.array([prefill[1]] * prefill[0] + [1] * decodes[0], np.int32)
+    lens = np.array([prefill[2]] * prefill[0] + [decodes[1]] * decodes[0], np.int32)
+    width = int(lens.max()) // 16
+    tables = np.arange(len(lens) * width, dtype=np.int32).reshape(len(lens), width)
+    want, got = both(tables, lens, new, AttentionSpec(*heads, 128, 16, backend="torch"), tall_kernel="persistent")
+    assert want.tall_sms == got.tall_sms and best[0] <= got.tall_sms <= best[1]
+
+
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("shared", [0, 100, 255])
 def test_the_same_cut_of_a_serving_batch(heads, shared):

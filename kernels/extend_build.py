@@ -9,8 +9,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from radixpool.kernels.build import FLOATS, POINTERS
-from radixpool.kernels.extend_device import UNSPECIALISED, extend_tiles
+from radixpool.kernels.extend_device import extend_tiles
 from radixpool.kernels.extend_device_fp8 import extend_tiles_fp8
+from radixpool.kernels.extend_device_load import UNSPECIALISED
 from radixpool.kernels.extend_device_turn import TURN_UNSPECIALISED, turn_values
 from radixpool.kernels.extend_device_widen import widen_blocks
 from radixpool.kernels.extend_launch import (

@@ -12,6 +12,7 @@ import torch
 from transformers import AttentionInterface
 
 from radixpool.kernels import ForestPlan, extend, write_kv
+from radixpool.kernels.spec import Backend
 from radixpool.rpc.pool.tensors import KvPool
 
 ATTENTION = "radixpool_paged"
@@ -35,22 +36,31 @@ class PagedStep:
         self.plan = plan
         self.slots = slots
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Write this layer's new KV and attend; see `AttentionStep.attend`. Into `out`, if given, row for row."""
-        plan, scales, k_pool, v_pool = self.plan, self.pool.scales, self.pool.k[layer], self.pool.v[layer]
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        if not scales:  # else they are rounded from what they are
-            k, v = k.to(k_pool.dtype), v.to(v_pool.dtype)
-        write_kv(k, v, k_pool, v_pool, self.slots, backend=plan.spec.backend, **scales)
-        planned = plan.num_rows
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+        """Write this layer's new KV and attend; see `AttentionStep.attend`. The rest of q's rows, padding, give 0."""
+        write_new_kv(self.pool, layer, k, v, self.slots, backend=self.plan.spec.backend)
+        q, planned = q.contiguous(), self.plan.num_rows
         if planned == len(q):
-            return extend(q, k_pool, v_pool, plan, scale=scale, out=out, **scales)
-        padded = torch.zeros_like(q)  # rows beyond the planned ones are padding
-        padded[:planned] = extend(q[:planned], k_pool, v_pool, plan, scale=scale, **scales)
+            return self.read(layer, q, scale=scale)
+        padded = torch.zeros_like(q)
+        self.read(layer, q[:planned], scale=scale, out=padded[:planned])
         return padded
+
+    def read(self, layer: int, q: torch.Tensor, *, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the attention of contiguous q `[T, H, D]` over what the pool holds by now; in `out`, if it is given."""
+        k_pool, v_pool = self.pool.k[layer], self.pool.v[layer]
+        return extend(q, k_pool, v_pool, self.plan, scale=scale, out=out, **self.pool.scales)
+
+
+def write_new_kv(
+    pool: KvPool, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, *, backend: Backend | None
+) -> None:
+    """Write k and v `[T, KVH, D]`, of any strides, to their slots `[T]`."""
+    k_pool, v_pool, scales = pool.k[layer], pool.v[layer], pool.scales
+    k, v = k.contiguous(), v.contiguous()
+    if not scales:  # else they are rounded from what they are
+        k, v = k.to(k_pool.dtype), v.to(v_pool.dtype)
+    write_kv(k, v, k_pool, v_pool, slots, backend=backend, **scales)
 
 
 def paged_attention(

@@ -1,9 +1,9 @@
 """Longer forward passes as CUDA graphs in pieces, cut where the layers attend (vLLM calls them piecewise).
 
 A pass of a small model takes as long as the host needs to launch it, whatever it computes. All of it but the attention
-depends on the number of tokens alone: it is captured for some numbers of rows, one graph between each two layers'
-attention, and replayed for every pass that fits. Attention is launched as usual, by the fast kernels for long prompts;
-so the graphs know no pool, and rows beyond the pass's own cost no attention.
+depends on the number of tokens alone: it is captured for some numbers of rows, one graph from each layer's attention to
+the next, with the writes of new KV, and replayed for every pass that fits. Attention is launched as usual, by the fast
+kernels for long prompts, and rows beyond the pass's own cost none.
 """
 
 from __future__ import annotations
@@ -16,25 +16,15 @@ from typing import Any, TypeAlias
 import torch
 
 from radixpool.kernels import AttentionSpec
-from radixpool.rpc.worker.paged_attention import AttentionStep, PagedStep
+from radixpool.rpc.pool.tensors import KvPool
+from radixpool.rpc.worker.paged_attention import AttentionStep, PagedStep, write_new_kv
+from radixpool.rpc.worker.step import NO_SLOT
+from radixpool.rpc.worker.step_tensors import SLOTS
 
 Hidden: TypeAlias = Callable[[torch.Tensor, AttentionStep], torch.Tensor]
 """From packed inputs `[4, rows]` and what attends to the last hidden states `[rows, hidden_size]`."""
 
 ROWS_STEP = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """What goes into the attention of every layer and comes out of it, `[rows, heads, head_dim]`."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-
-    def first(self, rows: int) -> _Buffers:
-        return _Buffers(self.q[:rows], self.k[:rows], self.v[:rows], self.out[:rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +37,16 @@ class _CapturedPass:
 
 
 class _Recording:
-    """Attends in the place of a `PagedStep` during a capture: ends one graph there and begins the next."""
+    """Attends in the place of a `PagedStep` during a capture: ends one graph there and begins the next.
 
-    def __init__(self, buffers: _Buffers, memory: Any) -> None:
-        self._buffers = buffers
+    `q` and `out` `[rows, H, D]` are what goes into the attention of every layer and comes out of it.
+    """
+
+    def __init__(self, pool: KvPool, slots: torch.Tensor, q: torch.Tensor, out: torch.Tensor, memory: Any) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._q = q
+        self._out = out
         self._memory = memory
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.layers: list[tuple[int, float]] = []
@@ -64,29 +60,29 @@ class _Recording:
         self.graphs[-1].capture_end()
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
-        for buffer, tensor in ((self._buffers.q, q), (self._buffers.k, k), (self._buffers.v, v)):
-            buffer.copy_(tensor)
+        write_new_kv(self._pool, layer, k, v, self._slots, backend="triton")
+        self._q.copy_(q)
         if self.graphs:  # else it is the warm-up
             self.end()
             self.layers.append((layer, scale))
             self.begin()
-        return self._buffers.out
+        return self._out
 
 
 class GraphedPieces:
-    """The graphs of one model for passes of `min_rows` to `max_rows` tokens; for any pool. Owned by one thread.
+    """The graphs of one model over one pool, for passes of `min_rows` to `max_rows` tokens. Owned by one thread.
 
     Takes the memory of one pass of `max_rows` tokens besides that of the graphs themselves.
     """
 
-    def __init__(self, hidden: Hidden, spec: AttentionSpec, *, min_rows: int, max_rows: int) -> None:
+    def __init__(self, hidden: Hidden, spec: AttentionSpec, pool: KvPool, *, min_rows: int, max_rows: int) -> None:
         self._compute = hidden
+        self._pool = pool
         self._min_rows = min_rows
         self._inputs = torch.zeros((4, max_rows), dtype=torch.int64, device=spec.device)
-        shapes = [spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads, spec.num_q_heads]
-        self._buffers = _Buffers(
-            *(torch.zeros((max_rows, heads, spec.head_dim), dtype=spec.q_dtype, device=spec.device) for heads in shapes)
-        )
+        self._inputs[SLOTS] = NO_SLOT
+        shape = (max_rows, spec.num_q_heads, spec.head_dim)
+        self._q, self._out = (torch.zeros(shape, dtype=spec.q_dtype, device=spec.device) for _ in range(2))
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(spec.device)  # type: ignore[no-untyped-call]
         self._hidden = torch.empty(0)
@@ -106,10 +102,10 @@ class GraphedPieces:
         rows, num_tokens = inputs.shape[1], step.plan.num_rows
         captured = next(one for one in self._passes if one.rows == rows)
         self._inputs[:, :rows].copy_(inputs)
-        own = self._buffers.first(num_tokens)
+        q, out = self._q[:num_tokens], self._out[:num_tokens]
         for graph, (layer, scale) in zip(captured.graphs, captured.layers, strict=False):
             graph.replay()
-            step.attend(layer, own.q, own.k, own.v, scale=scale, out=own.out)
+            step.read(layer, q, scale=scale, out=out)
         captured.graphs[-1].replay()
         return self._hidden[:num_tokens]
 
@@ -120,7 +116,8 @@ class GraphedPieces:
 
     def _capture(self, rows: int) -> _CapturedPass:
         """Capture one number of rows, the largest first: the others fit into its memory."""
-        inputs, recording = self._inputs[:, :rows], _Recording(self._buffers.first(rows), self._memory)
+        inputs = self._inputs[:, :rows]
+        recording = _Recording(self._pool, inputs[SLOTS], self._q[:rows], self._out[:rows], self._memory)
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             hidden = self._compute(inputs, recording)  # loads what is loaded at first use

@@ -21,7 +21,13 @@ from radixpool.rpc.worker.cache_port import LocalPort
 from radixpool.rpc.worker.engine import Engine
 from radixpool.rpc.worker.errors import DeviceLost, OutOfMemory
 from radixpool.rpc.worker.limits import EngineLimits
-from radixpool.rpc.worker.model import ModelRunner, end_of_sequence_ids, load_model, rows_for_stable_sums
+from radixpool.rpc.worker.model import (
+    ModelRunner,
+    end_of_sequence_ids,
+    fuse_norms,
+    load_model,
+    rows_for_stable_sums,
+)
 from radixpool.rpc.worker.model_source import ModelUnavailable, find_model, pool_spec_for
 from radixpool.rpc.worker.process import _drive
 from radixpool.rpc.worker.requests import GenerateCall, PromptSource
@@ -327,3 +333,20 @@ def test_a_step_is_timed_without_its_first_run(source, model, monkeypatch):
     clock = iter([0, 9, 10, 12, 20, 21, 30, 33])
     monkeypatch.setattr("radixpool.rpc.worker.model.time.perf_counter", lambda: next(clock))
     assert runner._step_time_s(3) == 1
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_a_fused_norm_is_the_models_own(source, dtype, allowed):
+    """On a GPU each is one kernel instead of six."""
+    plain, fused = (load_model(source, dtype=dtype) for _ in range(2))
+    fuse_norms(fused)
+    hidden = torch.randn(7, 64, generator=torch.Generator().manual_seed(1)).to(dtype) * 30
+    norms = [
+        (own, other) for own, other in zip(plain.modules(), fused.modules(), strict=True) if "RMSNorm" in str(type(own))
+    ]
+    assert len(norms) == 2 * 2 + 1
+    for own, other in norms:
+        own.weight.data.uniform_(0.5, 2, generator=torch.Generator().manual_seed(2))
+        other.weight.data.copy_(own.weight.data)
+        assert "forward" in vars(other)
+        torch.testing.assert_close(other(hidden), own(hidden), rtol=allowed, atol=allowed)

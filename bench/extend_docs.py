@@ -77,7 +77,8 @@ def fp8_table(cases: dict[str, Times], ceilings: dict[str, float]) -> str:
     """Return the table of the cases with fp8 pools: exact and fp8 products, their errors, the same case in bf16."""
     head = (
         "| case | full: µs | TFLOP/s | error | against FA3 | against a bf16 pool | fp8: µs | TFLOP/s "
-        "| of the dense fp8 product | error | against FA3 | against a bf16 pool | FA3: µs | TFLOP/s | error |"
+        "| of the dense fp8 product | error | against FA3 | against a bf16 pool | FA3: µs | TFLOP/s | error "
+        "| FlashInfer fa2: TFLOP/s | vLLM Triton: TFLOP/s |"
     )
     rows = []
     for case in (c for suite in SUITES.values() for c in suite if c.dtype == FP8 and c.name in cases):
@@ -96,6 +97,7 @@ def fp8_table(cases: dict[str, Times], ceilings: dict[str, float]) -> str:
             case.name, *own("radixpool"), error("radixpool"), cell(speed(t, "radixpool"), 2), against_bf16["radixpool"],
             *own("radixpool_fp8"), f"{cell(share)} %", error("radixpool_fp8"),
             f"**{cell(speed(t, 'radixpool_fp8'), 2)}**", against_bf16["radixpool_fp8"], *own("fa3"), error("fa3"),
+            *(cell(value(t, name, "tflops")) for name in ("flashinfer_fa2", "vllm_triton")),
         ])  # fmt: skip
     return table(head, rows) if rows else "(no such case in this run)"
 

@@ -66,10 +66,11 @@ def test_fp8_products_are_set_beside_exact_ones_with_their_errors(docs, tmp_path
         tmp_path / "extend.csv", ("dense matrix product", "dense_fp8", math.nan, 1.0, 1500.0),
         (name, "radixpool", 2.3e-3, 1000.0, 550.0), (name, "radixpool_fp8", 3.7e-2, 800.0, 750.0),
         (name, "fa3", 3.6e-2, 1000.0, 550.0), ("4 x 4096 new", "radixpool", 1e-3, 900.0, 600.0),
+        (name, "flashinfer_fa2", 2.3e-3, 2000.0, 275.0),
     )  # fmt: skip
     assert cells(docs.fp8_table(*docs.load(tmp_path / "extend.csv"))) == [
         name, "1000", "550", "2.3e-03", "1.00", "0.90", "800", "750", "50 %", "3.7e-02", "**1.25**", "1.12", "1000",
-        "550", "3.6e-02",
+        "550", "3.6e-02", "275", "-",
     ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 _GONE_STATES: Final = frozenset("ZX")  # a zombie has given its memory and its GPU contexts back
+_STOPPED_STATES: Final = frozenset("TtD")
 _STATE_FIELD, _START_FIELD = 0, 19  # of /proc/PID/stat, counted after the name
 
 
@@ -40,10 +41,11 @@ class ProcessMark:
         return not _is_hidden(self.pid) if started is None else started != self.start_ticks
 
     @property
-    def is_running(self) -> bool:
-        """Whether the process has not ended, for certain; a frozen one has not. False where this process cannot see."""
+    def is_stopped(self) -> bool:
+        """Whether the process is there and held up (SIGSTOP, a debugger, a device), as far as this process can see."""
         here = self.boot_id == own_boot_id() and self.namespace == own_namespace()
-        return here and _start_ticks(self.pid) == self.start_ticks
+        fields = _stat_fields(self.pid) if here else None
+        return fields is not None and fields[_STATE_FIELD] in _STOPPED_STATES and _start_of(fields) == self.start_ticks
 
 
 def mark_process(pid: int, *, namespace: int, boot_id: str) -> ProcessMark | None:
@@ -91,9 +93,18 @@ def _parse_boot_id(text: str) -> bytes:
 
 def _start_ticks(pid: int) -> int | None:
     """Return when a running process started, None when there is none."""
+    fields = _stat_fields(pid)
+    return None if fields is None or fields[_STATE_FIELD] in _GONE_STATES else _start_of(fields)
+
+
+def _start_of(fields: list[str]) -> int:
+    return int(fields[_START_FIELD])
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """Return what /proc/PID/stat says after the name, None when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[_STATE_FIELD] in _GONE_STATES else int(fields[_START_FIELD])
+    return stat.rpartition(")")[2].split()

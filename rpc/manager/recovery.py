@@ -5,9 +5,9 @@ A manager with a block directory starts with the cache of its former life. Two t
 * whether the bytes are still there: nothing is served until a pool registers. The same pool brings the cache back,
   another one, or none ever known, means an empty start.
 * whether GPU steps of the former life still run: until each client of that life has registered again (which it does
-  only when none of its steps runs), has died, or has been silent for its lease and a grace (and is no worker whose
-  process still runs: a frozen one goes on with its step when it thaws), no block that was in use may be written to.
-  Restored blocks can be hit all the while. Then they are let go in slices, so that nobody waits for that.
+  only when none of its steps runs), has died, or has been silent for its lease and a grace (and is no worker that is
+  stopped: it goes on with its step when it thaws), no block that was in use may be written to. Restored blocks can be
+  hit all the while. Then they are let go in slices, so that nobody waits for that.
 
 The engine calls everything here under its lock.
 """
@@ -158,6 +158,7 @@ class RecordedLife(FormerLife):
         self._deadline = clock() + directory.lease_ttl_ms / 1000 + GRACE_S
         directory.set_lease_ttl_ms(max(lease_ttl_ms, directory.lease_ttl_ms))
         self._awaited = directory.clients.known()
+        self._stopped_until: dict[bytes, float] = {}
         self._warned = False
         self._fenced: RadixCache | None = None
         self._awaits_pool = False
@@ -298,8 +299,10 @@ class RecordedLife(FormerLife):
         for client_id, client in list(self._awaited.items()):
             if client.process is not None and client.process.is_gone:
                 self._strike(client_id)
+            elif _is_stopped_worker(client):
+                self._stopped_until[client_id] = self._clock() + GRACE_S
         if self._clock() >= self._deadline:
-            self._wait_for_running_workers()
+            self._wait_for_stopped_workers()
         self._end_if_alone()
 
     def check(self, cache: RadixCache) -> None:
@@ -310,18 +313,21 @@ class RecordedLife(FormerLife):
         """Unmap and unlock the directory."""
         self._directory.close()
 
-    def _wait_for_running_workers(self) -> None:
-        """Wait no longer for anybody else: the time is over within which they may have begun or ended a step."""
-        for client_id, client in list(self._awaited.items()):
-            if client.role != cache_pb2.CLIENT_ROLE_WORKER or client.process is None or not client.process.is_running:
+    def _wait_for_stopped_workers(self) -> None:
+        """Wait no longer for anybody else: the time is over within which they may have begun or ended a step.
+
+        A worker that was stopped has a grace from the moment on that it goes on.
+        """
+        for client_id in list(self._awaited):
+            if self._clock() >= self._stopped_until.get(client_id, 0.0):
                 self._strike(client_id)
         self._directory.clients.discard_unreadable()
         if self._awaited and not self._warned:
             self._warned = True
             pids = sorted(client.process.pid for client in self._awaited.values() if client.process is not None)
             _log.warning(
-                "workers of the former life run and do not register again: what was in use then stays fenced until "
-                "they do, or end; process ids: %s",
+                "workers of the former life are stopped, perhaps in the middle of a step: what was in use then stays "
+                "fenced until they go on, or end; process ids: %s",
                 ", ".join(map(str, pids)),
             )
 
@@ -337,6 +343,10 @@ class RecordedLife(FormerLife):
             self._directory.set_lease_ttl_ms(self._lease_ttl_ms)
         if not lift_fence(self._fenced):
             self._fenced, self._is_ending = None, False
+
+
+def _is_stopped_worker(client: KnownClient) -> bool:
+    return client.role == cache_pb2.CLIENT_ROLE_WORKER and client.process is not None and client.process.is_stopped
 
 
 def _mark(process: cache_pb2.ProcessIdentity | None) -> ProcessMark | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -70,7 +71,18 @@ def test_a_worker_that_is_dead_is_not_waited_for(start: Callable[..., Any]) -> N
 
 
 def zombie(pid: int) -> bool:
-    return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    return state_of(pid) == "Z"
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    deadline = time.monotonic() + 10
+    while state_of(pid) != state:
+        assert time.monotonic() < deadline, state_of(pid)
+        time.sleep(0.001)
 
 
 def test_a_worker_whose_lease_ended_is_waited_for_as_long_as_its_steps_may_run(
@@ -147,6 +159,8 @@ def test_a_worker_that_is_frozen_is_waited_for(start: Callable[..., Any], clock:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         life.register("w", pid=process.pid).acquire(4, 5)
         life.register("f", FRONTEND, pid=process.pid).acquire(6)
+        process.send_signal(signal.SIGSTOP)
+        wait_for_state(process.pid, "T")
         life = start()
         life.register_pool()
         for _ in range(3):
@@ -154,18 +168,24 @@ def test_a_worker_that_is_frozen_is_waited_for(start: Callable[..., Any], clock:
             life.register_pool()
             life.engine.sweep()
             assert life.quarantined == 3 + 2, "it may still write"
-        assert caplog.text.count(f"stays fenced until they do, or end; process ids: {process.pid}\n") == 1
-        process.kill()
-        while not zombie(process.pid):
-            time.sleep(0.001)
+        assert caplog.text.count(f"fenced until they go on, or end; process ids: {process.pid}\n") == 1
+        process.send_signal(signal.SIGCONT)
+        wait_for_state(process.pid, "S")
+        clock.now += GRACE_S - 0.001
+        life.engine.sweep()
+        assert life.quarantined == 3 + 2, "it may be in the middle of its step"
+        clock.now += 0.001
         life.engine.sweep()
         assert (life.quarantined, life.free) == (0, NUM_BLOCKS)
+        process.kill()
 
 
-def test_a_frontend_that_is_silent_is_waited_out_though_it_runs(start: Callable[..., Any], clock: Any) -> None:
+def test_who_is_silent_is_waited_out_though_it_runs(start: Callable[..., Any], clock: Any) -> None:
+    """An idle engine does not register again before its next request."""
     life = start()
     life.register_pool()
     life.register("f", FRONTEND, pid=os.getpid()).acquire(6)
+    life.register("w", pid=os.getpid()).acquire(7)
     life = start()
     life.register_pool()
     clock.now += TTL_S + GRACE_S

@@ -47,7 +47,7 @@ class PagedStep:
         return padded
 
     def read(self, layer: int, q: torch.Tensor, *, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the attention of contiguous q `[T, H, D]` over what the pool holds by now; in `out`, if it is given."""
+        """Return the attention of contiguous q `[T, H, D]` over what the pool holds by now, in `out` if it is given."""
         k_pool, v_pool = self.pool.k[layer], self.pool.v[layer]
         return extend(q, k_pool, v_pool, self.plan, scale=scale, out=out, **self.pool.scales)
 

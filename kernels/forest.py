@@ -18,12 +18,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from radixpool.kernels.forest_paths import Array, Long, shared_intervals, sort_tables
 from radixpool.kernels.launch import TALL_ROWS, TILE_ROWS, ConfigOf, DeviceInfo, ctas_per_head
 from radixpool.kernels.spec import AttentionSpec
 from radixpool.kernels.token_cuts import cut_tokens
 
-Array = NDArray[np.int32]
-Long = NDArray[np.int64]
 TallKernel = Literal["plain", "persistent"]
 
 # An item is 16 int32 (one cache line serves two): row start, rows (0: nothing to do), table, begin, end, first part
@@ -78,61 +77,6 @@ class Forest:
     def num_items(self) -> int:
         """Items of all tile heights, empty ones included."""
         return sum(map(len, self.items.values()))
-
-
-def sort_tables(tables: Array, blocks: Long) -> tuple[Long, Long]:
-    """Return an order in which equal prefixes are neighbours, and each neighbour pair's common prefix in blocks.
-
-    Only sequences whose first block is not unique are compared: O(n log n + shared entries).
-    """
-    n = len(tables)
-    lcp = np.zeros(max(n - 1, 0), np.int64)
-    if n < 2 or tables.shape[1] == 0:
-        return np.arange(n), lcp
-    first = np.where(blocks > 0, tables[:, 0], -1 - np.arange(n))
-    by_first = np.argsort(first, kind="stable")
-    same = first[by_first[1:]] == first[by_first[:-1]]
-    if not same.any():
-        return by_first, lcp
-    shared = np.zeros(n, bool)
-    shared[1:] |= same
-    shared[:-1] |= same
-    where = np.flatnonzero(shared)
-    rows = by_first[where]
-    width = int(blocks[rows].max())
-    sub = np.where(np.arange(width) < blocks[rows, None], tables[rows, :width], np.int32(-1))
-    key = np.concatenate([first[rows, None].astype(">i4").view(np.int32), sub], 1)
-    inner = np.argsort(key.view(f"V{4 * (width + 1)}").ravel(), kind="stable")
-    order = by_first.copy()
-    order[where] = rows[inner]
-    sub = sub[inner]
-    differ = sub[1:] != sub[:-1]
-    common = np.where(differ.any(1), differ.argmax(1), width)
-    inner_blocks = blocks[order[where]]
-    common = np.minimum(common, np.minimum(inner_blocks[1:], inner_blocks[:-1]))
-    adjacent = np.flatnonzero(np.diff(where) == 1)
-    lcp[where[adjacent]] = common[adjacent]
-    return order, lcp
-
-
-def shared_intervals(lcp: Long) -> list[tuple[int, int, int]]:
-    """Return every maximal interval `(lo, hi, depth)` of neighbours that share `depth` blocks, parents first. O(n)."""
-    found: list[tuple[int, int, int]] = []
-    stack: list[tuple[int, int]] = [(0, 0)]
-    nonzero = np.flatnonzero(lcp)
-    if not len(nonzero):
-        return found
-    values = lcp.tolist()
-    for i in range(int(nonzero[0]), int(nonzero[-1]) + 2):
-        depth = values[i] if i < len(values) else 0
-        lo = i
-        while stack[-1][1] > depth:
-            lo, top = stack.pop()
-            found.append((lo, i + 1, top))
-        if stack[-1][1] < depth:
-            stack.append((lo, depth))
-    found.reverse()
-    return found
 
 
 def find_segments(
@@ -328,7 +272,9 @@ def share_out(
     if len(tall) != 1 or not narrow:
         return programs
     (height,), heads = tall, spec.num_kv_heads
-    few = min(programs[height], max(1, programs[height] * TALL_SHARE * tokens[height] // (NARROW_SHARE * narrow)))
+    few = max(1, programs[height] * TALL_SHARE * tokens[height] // (NARROW_SHARE * narrow))
+    if few >= programs[height]:
+        return programs
     taken = min(device.num_sms, -(-few * heads // config_of(height, tall=True).ctas_per_sm))
     shared = {height: few}
     for h in programs.keys() - shared.keys():

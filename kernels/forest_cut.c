@@ -155,7 +155,8 @@ static void share_out(const Cut *c, const i64 *tokens, i64 *programs) {
         else if (tokens[h]) tall = h, used++;
     }
     if (used != 1 || !narrow) return;
-    i64 few = min64(programs[tall], max64(1, programs[tall] * TALL_SHARE * tokens[tall] / (NARROW_SHARE * narrow)));
+    i64 few = max64(1, programs[tall] * TALL_SHARE * tokens[tall] / (NARROW_SHARE * narrow));
+    if (few >= programs[tall]) return;
     i64 taken = min64(in->num_sms, ceil_div(few * in->num_kv_heads, in->with_tall[tall]));
     for (int h = 0; h < HEIGHTS; h++) {
         i64 room = (in->num_sms - taken) * in->with_tall[h] + taken * in->beside_tall[h];

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixpool.kernels.forest import RECORD, ROW_RECORD, Array, Forest
+from radixpool.kernels.forest import RECORD, ROW_RECORD, Forest
+from radixpool.kernels.forest_paths import Array
 from radixpool.kernels.launch import TILE_ROWS
 
 ALIGN = 16  # int32 entries: sections start on 64 bytes, which Triton's 16-byte specialisation needs

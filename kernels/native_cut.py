@@ -13,8 +13,9 @@ from torch import Tensor
 
 from radixpool.kernels import forest as numpy_cut
 from radixpool.kernels import forest_pack, launch, token_cuts
-from radixpool.kernels.forest import Array, Forest, TallKernel
+from radixpool.kernels.forest import Forest, TallKernel
 from radixpool.kernels.forest_pack import CutFacts, Layout
+from radixpool.kernels.forest_paths import Array
 from radixpool.kernels.launch import TILE_ROWS, ConfigOf, DeviceInfo
 from radixpool.kernels.native import load
 from radixpool.kernels.spec import AttentionSpec
@@ -22,7 +23,7 @@ from radixpool.kernels.spec import AttentionSpec
 SOURCES = ("forest_paths", "forest_cut", "forest_pack", "forest_step")
 CONSTANTS = {
     numpy_cut: ("RECORD", "ROW_RECORD", "JOIN_SHARE", "TALL_COST", "BESIDE_SHARE", "TALL_COST_APART",
-                "NARROW_COST_APART"),
+                "NARROW_COST_APART", "TALL_SHARE", "NARROW_SHARE"),
     token_cuts: ("ITEM_OVERHEAD_TOKENS", "MIN_PIECE_TOKENS", "CUT_TOKENS", "WHOLE_TILE_SLACK"),
     launch: ("TALL_ROWS",),
     forest_pack: ("ALIGN",),
@@ -42,7 +43,7 @@ class Batch(ctypes.Structure):
         ("min_gain_bytes", ctypes.c_double),
         ("programs", ctypes.c_int64 * 2 * 2 * len(TILE_ROWS)),
         *((name, ctypes.c_int64) for name in ("persistent", "num_sms", "num_kv_heads", "sm_step")),
-        ("per_sm", ctypes.c_int64 * len(TILE_ROWS)),
+        *((name, ctypes.c_int64 * len(TILE_ROWS)) for name in ("per_sm", "with_tall", "beside_tall")),
     )  # fmt: skip
 
 
@@ -91,6 +92,8 @@ def fixed_fields(
     )  # fmt: skip
     for h, height in enumerate(TILE_ROWS):
         batch.per_sm[h] = config_of(height, tall=height == TILE_ROWS[-1]).ctas_per_sm
+        with_tall = config_of(height, tall=True)
+        batch.with_tall[h], batch.beside_tall[h] = with_tall.ctas_per_sm, with_tall.ctas_beside
         for tall in (0, 1):
             for beside in (0, 1):
                 batch.programs[h][tall][beside] = numpy_cut.programs_of(

@@ -6,8 +6,8 @@ import ctypes
 
 import numpy as np
 
-from radixpool.kernels.forest import Array
 from radixpool.kernels.forest_pack import ALIGN
+from radixpool.kernels.forest_paths import Array
 from radixpool.kernels.native_cut import address, library
 
 MAX_CHANGES = 1024  # table entries that one step may change without a new plan

@@ -9,15 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from radixpool.kernels import AttentionSpec, PlanCapacity, plan_forest
-from radixpool.kernels.forest import (
-    TO_THE_END,
-    Forest,
-    build_forest,
-    find_segments,
-    shared_intervals,
-    sort_tables,
-)
-from radixpool.kernels.launch import DeviceInfo, TileConfig
+from radixpool.kernels.forest import TO_THE_END, Forest, build_forest, find_segments
+from radixpool.kernels.forest_paths import shared_intervals, sort_tables
+from radixpool.kernels.launch import DeviceInfo, TileConfig, tile_config
 from radixpool.kernels.token_cuts import cut_tokens, even_piece
 
 DEVICE = DeviceInfo(arch=90, num_sms=132, pdl=True)
@@ -34,11 +28,11 @@ def config_of(height, *, tall):
     return TileConfig(64, 4, 3, 2 if height < 64 else 1)
 
 
-def build(tables, lens, new=None, *, spec=None, device=DEVICE, **options) -> Forest:
+def build(tables, lens, new=None, *, spec=None, device=DEVICE, config=config_of, **options) -> Forest:
     tables, lens = np.ascontiguousarray(tables, np.int32), np.asarray(lens, np.int32)
     new = np.ones_like(lens) if new is None else np.asarray(new, np.int32)
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
-    return build_forest(tables, lens, new, starts, spec or spec_of(), device, config_of, **options)
+    return build_forest(tables, lens, new, starts, spec or spec_of(), device, config, **options)
 
 
 def items_by_program(forest: Forest):
@@ -254,3 +248,14 @@ def test_a_small_capacity_gives_up_sharing_before_it_fails(make_batch):
     with pytest.raises(ValueError, match="max_seqs=8, got 9"):
         roomy.update(unshared(9, 64), [10] * 9)
     assert roomy.num_seqs == 8
+
+
+@pytest.mark.parametrize(("prefix", "tall", "narrow"), [(256, 12, 42), (1024, 16, 33)])
+def test_tall_tiles_with_little_to_do_leave_multiprocessors_to_narrow_ones(prefix, tall, narrow):
+    """64 sequences that share 4k or 16k tokens and have 256 of their own, as one H200 runs them."""
+    tables = unshared(64, prefix + 16)
+    tables[:, :prefix] = tables[0, :prefix]
+    forest = build(
+        tables, [16 * (prefix + 16)] * 64, config=lambda rows, *, tall: tile_config(2, 128, rows, 90, tall=tall)
+    )
+    assert forest.programs == {16: narrow, 128: tall}

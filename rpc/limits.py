@@ -32,7 +32,7 @@ MAX_SESSIONS: Final = 64
 MAX_SUBSCRIBERS: Final = 16
 """Open SubscribeEvents streams; each holds one server thread."""
 EVENTS_PER_MESSAGE: Final = 64
-UNARY_THREADS: Final = 8
+UNARY_THREADS: Final = 6
 """Threads of unary calls, and so the most unary requests that are read at once. One lock guards the cache, so more
 would only queue."""
 SPARE_STREAM_THREADS: Final = 8

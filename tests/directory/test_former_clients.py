@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from radixpool.radix.errors import PoolExhausted
+from radixpool.rpc.manager import recovery
 from radixpool.rpc.manager.recovery import GRACE_S
 from radixpool.v1 import cache_pb2
 
@@ -208,3 +209,22 @@ def test_another_pool_leaves_no_client_of_the_former_one_behind(start: Callable[
     life.engine.check()
     life = start()
     assert life.engine.former_life.report.former_clients == 0
+
+
+def test_many_processes_are_looked_at_in_turn(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at each of 4,096 at every sweep would hold up the manager; workers are looked at every time."""
+    life = start()
+    life.register_pool()
+    for number in range(10):
+        life.register(f"f{number}", FRONTEND, pid=os.getpid())
+    life.register("w", pid=os.getpid())
+    life = start()
+    monkeypatch.setattr(recovery, "LOOKS_PER_POLL", 4)
+    looked: list[str] = []
+    former = life.engine.former_life
+    for _ in range(5):
+        looked += sorted(client_id.rstrip(b"\0").decode() for client_id, _ in former._next_looks())
+    assert looked == [
+        *("f0", "f1", "f2", "f3", "w"), *("f4", "f5", "f6", "f7", "w"), *("f0", "f1", "f8", "f9", "w"),
+        *("f2", "f3", "f4", "f5", "w"), *("f6", "f7", "f8", "f9", "w"),
+    ]  # fmt: skip

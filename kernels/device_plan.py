@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +25,13 @@ from radixpool.kernels.launch import (
     ConfigOf,
     DeviceInfo,
     ctas_per_head,
+    evicts_first,
     merge_config,
     merge_config_for_any,
     merge_programs,
 )
 from radixpool.kernels.native_cut import NativeCut, NumpyCut
-from radixpool.kernels.plan_step import MAX_GROWTH_TOKENS, NO_GROWTH, Message, padded
+from radixpool.kernels.plan_step import MAX_GROWTH_TOKENS, padded
 from radixpool.kernels.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class DevicePlan:
         self.tall = capacity is not None
         self.bound: dict[Any, Any] = {}
         self.merge = FEW_PARTS if capacity is None else merge_config_for_any(capacity.max_rows, spec, device)
-        self.num_seqs, self.watched = 0, True
+        self.num_seqs, self.watched, self.evict_first = 0, False, False
+        self.on_cuda = torch.device(spec.device).type == "cuda"
         self.buffer: Tensor | None = None
         self.workspace: Workspace | None = None
         self.fixed_tables: Tensor | None = None
@@ -133,35 +134,36 @@ class DevicePlan:
         return Layout.of(widths, self.full_grids, stride)
 
     def upload(self, cut: NativeCut | NumpyCut, num_seqs: int, width: int, *, watched: bool = True) -> None:
-        """Copy a cut batch to the device, in one transfer (with a capacity the tables are another).
+        """Copy a cut batch to the device, in one transfer; with a capacity the tables then move to their place there.
 
         `watched`: merges may watch the attending programs (see device_merge.py); others wait for all of them.
         """
-        refuse_capture(self.spec.device)
+        self.refuse_capture()
         facts, capacity = cut.facts, self.capacity
         self.forget()
-        self.watched = watched
         if capacity is None:
             self.tall, self.merge_grid = bool(facts.tall), facts.num_merge_rows
             self.merge = merge_config(facts.num_parts / max(1, facts.num_merge_rows))
+        self.watched = watched and self.merge.watched and not self.tall
+        self.evict_first = evicts_first(facts.unique_tokens * self.spec.kv_bytes_per_token * self.spec.num_kv_heads)
         self.facts, self.num_seqs = facts, num_seqs
         self.layout = layout = self.lay_out(facts, num_seqs, width)
         self.host = host = staging(layout.total, self.spec.device)
         cut.pack(layout, host)
-        entries = layout.total if capacity is None else layout.begins[-1]
-        if self.buffer is None or len(self.buffer) != entries:
-            self.buffer = torch.empty(entries, dtype=torch.int32, device=self.spec.device)
         if self.fixed_tables is None:
+            if self.buffer is None or len(self.buffer) != layout.total:
+                self.buffer = torch.empty(layout.total, dtype=torch.int32, device=self.spec.device)
             self.buffer.copy_(host, non_blocking=True)
             self.reserve_parts(facts.num_parts)
         else:
             assert capacity is not None
-            self.buffer.copy_(host[:entries], non_blocking=True)
-            given = host[entries:].view(-1, layout.table_stride)[:num_seqs, :width]
-            self.fixed_tables[:num_seqs, :width].copy_(given, non_blocking=True)
-        assert self.workspace is not None
-        if facts.num_parts:
-            self.workspace.forget(facts.num_parts)
+            begin = layout.begins[-1]
+            if self.buffer is None:  # its tables are on their way to their fixed place, whatever their width
+                room = capacity.max_seqs * padded(capacity.max_blocks)
+                self.buffer = torch.empty(begin + room, dtype=torch.int32, device=self.spec.device)
+            self.buffer[: layout.total].copy_(host, non_blocking=True)
+            given = self.buffer[begin : begin + num_seqs * layout.table_stride].view(num_seqs, layout.table_stride)
+            self.fixed_tables[:num_seqs, :width].copy_(given[:, :width])
 
     def forget(self) -> None:
         """Drop what was made for the last upload."""
@@ -211,27 +213,19 @@ class DevicePlan:
     @functools.cached_property
     def sender(self) -> StepSender:
         """What sends steps to this upload. Imports Triton."""
+        assert self.buffer is not None
+        tables = (self.buffer, self.layout.begins[-1]) if self.fixed_tables is None else (self.fixed_tables, 0)
         sender: StepSender = importlib.import_module("radixpool.kernels.plan_send").StepSender(
-            self.sections["lens"], self.tables, num_seqs=self.num_seqs
+            (self.buffer, self.layout.begin("lens")), tables, num_seqs=self.num_seqs, stride=self.table_stride
         )
         return sender
 
-    def grow(self, move: Callable[[Message], int]) -> bool:
-        """Send the step that `move` writes into a message; return False where it finds none (`NO_GROWTH`)."""
-        refuse_capture(self.spec.device)
-        message = self.sender.take()
-        count = move(message)
-        if count == NO_GROWTH:
-            self.sender.give_back(message)
-            return False
-        self.sender.send(message, count)
-        return True
-
-
-def refuse_capture(device: torch.device | str) -> None:
-    """Raise `RuntimeError` where the current stream is being captured: a replay would send the same plan again."""
-    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("plan: a plan can't be made or updated in a CUDA graph; update it before the graph's replay")
+    def refuse_capture(self) -> None:
+        """Raise `RuntimeError` where the current stream is being captured: a replay would send the same plan again."""
+        if self.on_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "plan: a plan can't be made or updated in a CUDA graph; update it before the graph's replay"
+            )
 
 
 class Workspace:
@@ -255,10 +249,6 @@ class Workspace:
     def part(self) -> Tensor:
         """The states."""
         return self.memory[self.begin :].view(self.count, self.heads, self.width)
-
-    def forget(self, count: int) -> None:
-        """Zero the first `count` states, in stream order: a new cut numbers them anew."""
-        self.memory[: self.begin + count * self.heads * self.width].zero_()
 
 
 @functools.cache

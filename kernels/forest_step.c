@@ -42,9 +42,9 @@ i64 radixpool_compare(Watch *w, const i32 *lens, const i32 *tables, i64 width, i
     if (!make_room(w, lens, width)) return -1;
     for (i64 i = 0; tables && i < w->num_seqs; i++) {
         const i32 *old = w->tables + i * w->stride, *table = tables + i * width;
-        i64 at = first_difference(old, table, 0, width);
-        if (at < ceil_div(w->lens[i], w->block_size)) return -1;
-        for (; at < width; at = first_difference(old, table, at + 1, width)) {
+        i64 used = ceil_div(w->lens[i], w->block_size);
+        if (used > width || memcmp(old, table, (size_t)used * sizeof(i32))) return -1;
+        for (i64 at = used; (at = first_difference(old, table, at, width)) < width; at++) {
             if (count == w->most) return -1;
             rows[count] = (i32)i, columns[count] = (i32)at, blocks[count++] = table[at];
         }

@@ -22,7 +22,7 @@ from radixpool.kernels.extend_plan import DECODE_QUERY_TOKENS, extend_config
 from radixpool.kernels.forest import Forest, TallKernel
 from radixpool.kernels.launch import ConfigOf, DeviceInfo, TileConfig, tile_config
 from radixpool.kernels.native_cut import NativeCut, NumpyCut, cut_batch
-from radixpool.kernels.plan_step import Message, StepWatch, put_entries
+from radixpool.kernels.plan_step import NO_GROWTH, Entries, StepWatch, put_entries
 from radixpool.kernels.spec import AttentionSpec
 
 Int32Array = NDArray[np.int32]
@@ -94,7 +94,7 @@ class ForestPlan:
         """
         tables = None if block_tables is None else host_int32("block_tables", block_tables, 2)
         lens = host_int32("seq_lens", seq_lens, 1)
-        if self.same_queries(query_lens) and self.grow(lens, lambda watch, to: watch.compare(lens, tables, to)):
+        if self.same_queries(query_lens) and self.grow(lens, tables, None):
             return True
         self.cut(self.block_tables if tables is None else tables, lens, query_lens)
         return False
@@ -110,7 +110,7 @@ class ForestPlan:
         lens = host_int32("seq_lens", seq_lens, 1)
         entries = host_int32("rows", rows, 1), host_int32("columns", columns, 1), host_int32("blocks", blocks, 1)
         as_many = len(entries[0]) == len(entries[1]) == len(entries[2])
-        if as_many and self.grow(lens, lambda watch, to: watch.advance(lens, entries, to)):
+        if as_many and self.grow(lens, None, entries):
             return True
         self.cut(put_entries(self.block_tables, *entries), lens, self.query_lens)
         return False
@@ -121,20 +121,35 @@ class ForestPlan:
             return query_lens is not None or self.decoding
         return np.array_equal(host_int32("query_lens", query_lens, 1), self.query_lens)
 
-    def grow(self, lens: Int32Array, move: Callable[[StepWatch, Message], int]) -> bool:
-        """Move to the given lengths if the batch only grew and the cut still fits; else return False: cut it anew."""
+    def grow(self, lens: Int32Array, tables: Int32Array | None, entries: Entries | None) -> bool:
+        """Move to the given batch if it only grew and the cut still fits; else return False: cut it anew.
+
+        `tables` or `entries` tell what changed in the tables; without either nothing did.
+        """
         on_device = self.device_plan
-        if on_device is None or not on_device.facts.growable:
+        if on_device is None or not on_device.facts.growable or len(lens) != len(self.seq_lens):
             return False
-        watch = self.watch
-        if watch is None:
-            tables = on_device.host_tables()
-            room, width = min(tables.shape[1], on_device.table_stride), self.block_tables.shape[1]
-            watch = self.watch = StepWatch(tables, self.seq_lens, self.spec.block_size, width=width, room=room)
-        if not on_device.grow(lambda message: move(watch, message)):
+        on_device.refuse_capture()
+        watch, sender = self.watch or self.new_watch(on_device), on_device.sender
+        message = sender.take()
+        count = watch.compare(lens, tables, message) if entries is None else watch.advance(lens, entries, message)
+        if count == NO_GROWTH:
+            sender.give_back(message)
             return False
-        self.block_tables, self.seq_lens, self.fast = watch.tables, lens.copy(), None
+        sender.send(message, count)
+        if self.block_tables.shape[1] != watch.state.width:
+            self.block_tables = watch.tables
+        self.seq_lens, self.fast = lens.copy(), None
         return True
+
+    def new_watch(self, on_device: DevicePlan) -> StepWatch:
+        """Return what tells steps that only grow from other batches, from this one on."""
+        tables = on_device.host_tables()
+        self.watch = StepWatch(
+            tables, self.seq_lens, self.spec.block_size, width=self.block_tables.shape[1],
+            room=min(tables.shape[1], on_device.table_stride),
+        )  # fmt: skip
+        return self.watch
 
     def cut(self, tables: Int32Array, seq_lens: Any, query_lens: Any | None) -> None:
         """Check the batch and make this its plan: cut it into items and upload them (Triton), and keep copies."""

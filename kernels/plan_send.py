@@ -88,20 +88,20 @@ def cuda_launch() -> int | None:
 
 
 class StepSender:
-    """Sends the steps of one uploaded plan: to its `lens` and its `tables` `[num_seqs, stride]` on the device.
+    """Sends the steps of one uploaded plan to its lengths and its tables, rows of `stride` entries.
 
-    Steps after the first of a device go from C to the driver, which takes a third of the time of Triton's launcher;
-    where that is not possible, they go through Triton.
+    Both are named by a tensor and their first entry in it. Steps after the first of a device go from C to the driver,
+    which takes a third of the time of Triton's launcher; where that is not possible, they go through Triton.
     """
 
-    __slots__ = ("bound", "device", "entries", "fixed", "numbers", "ring")
+    __slots__ = ("bound", "bound_address", "device", "entries", "lens", "numbers", "ring", "tables")
 
-    def __init__(self, lens: Tensor, tables: Tensor, *, num_seqs: int) -> None:
-        self.device = tables.device
-        self.fixed, self.numbers = (lens, tables), (num_seqs, tables.stride(0))
+    def __init__(self, lens: tuple[Tensor, int], tables: tuple[Tensor, int], *, num_seqs: int, stride: int) -> None:
+        self.lens, self.tables, self.numbers = lens, tables, (num_seqs, stride)
+        self.device = lens[0].device
         self.entries = message_entries(next_power_of_two(max(1, num_seqs)))
         self.ring = _RINGS.setdefault((self.device, self.entries), Ring())
-        self.bound = self.bind()
+        self.bind()
 
     def take(self) -> HostMessage:
         """Return a message to write; it must be sent or given back."""
@@ -125,21 +125,24 @@ class StepSender:
             self.send_by_triton(message, num_changes)
         self.ring.append(message)
 
-    def bind(self) -> Bound | None:
-        """Return the launch for C, if the kernel is compiled for this device and asks for no memory of Triton's."""
+    def bind(self) -> None:
+        """Find the launch for C, if the kernel is compiled for this device and asks for no memory of Triton's."""
         kernel, launch = step_variant().compiled.get(self.device.index), cuda_launch()
+        self.bound: Bound | None = None
         if kernel is None or launch is None or kernel.metadata.global_scratch_size:
-            return None
-        threads, addresses = kernel.metadata.num_warps * WARP_THREADS, (t.data_ptr() for t in self.fixed)
-        return Bound(launch, kernel.function, *addresses, threads, kernel.metadata.shared, *self.numbers)
+            return
+        addresses = (tensor.data_ptr() + begin * tensor.itemsize for tensor, begin in (self.lens, self.tables))
+        threads = kernel.metadata.num_warps * WARP_THREADS
+        self.bound = Bound(launch, kernel.function, *addresses, threads, kernel.metadata.shared, *self.numbers)
+        self.bound_address = ctypes.addressof(self.bound)
 
     def send_directly(self, message: HostMessage, num_changes: int) -> bool:
         """Launch from C; return False where that is not possible, as in a thread that has not met CUDA yet."""
         code = library()
         if self.bound is None or code is None:
             return False
-        stream, bound = driver.active.get_current_stream(self.device.index), ctypes.addressof(self.bound)
-        return not code.radixpool_send(bound, stream, message.memory_address, num_changes, message.ticket)
+        stream = driver.active.get_current_stream(self.device.index)
+        return not code.radixpool_send(self.bound_address, stream, message.memory_address, num_changes, message.ticket)
 
     def send_by_triton(self, message: HostMessage, num_changes: int) -> None:
         """Launch through Triton, which compiles the kernel at the first call on a device."""
@@ -147,6 +150,7 @@ class StepSender:
             with torch.cuda.device(self.device):
                 self.send_by_triton(message, num_changes)
             return
-        launch = Launch(step_variant(), (1, 1, 1), self.fixed, self.numbers)
+        places = tuple(tensor.view(-1)[begin:] for tensor, begin in (self.lens, self.tables))
+        launch = Launch(step_variant(), (1, 1, 1), places, self.numbers)
         launch.first((message.memory,), (num_changes, message.ticket), self.device.index)
-        self.bound = self.bind()
+        self.bind()

@@ -13,6 +13,7 @@ from radixpool.kernels.native_cut import address, library
 MAX_CHANGES = 1024  # table entries that one step may change without a new plan
 MAX_GROWTH_TOKENS = 64  # a re-used plan leaves each sequence's growth to its last item: up to this many tokens
 NO_GROWTH = -1  # in place of a number of changes: the batch must be cut anew
+Entries = tuple[Array, Array, Array]  # rows, columns and blocks of table entries, as many of each
 
 
 class Message:
@@ -90,7 +91,7 @@ class StepWatch:
         count: int = code.radixpool_compare(self.place, address(lens), given, width, message.address)
         return count
 
-    def advance(self, lens: Array, entries: tuple[Array, Array, Array], message: Message) -> int:
+    def advance(self, lens: Array, entries: Entries, message: Message) -> int:
         """Do what `compare` does where rows, columns and blocks (as many of each) are known. O(lengths + entries)."""
         if len(lens) != len(self.lens):
             return NO_GROWTH
@@ -111,7 +112,7 @@ class StepWatch:
         self.whole[:, state.width : width] = -1
         return True
 
-    def move_to(self, lens: Array, width: int, entries: tuple[Array, Array, Array], message: Message) -> int:
+    def move_to(self, lens: Array, width: int, entries: Entries, message: Message) -> int:
         """Move to new lengths, width and entries, and write the message; of entries for one place the last counts."""
         rows, columns, blocks = entries
         for row, column, block in zip(rows.tolist(), columns.tolist(), blocks.tolist(), strict=True):
@@ -136,7 +137,7 @@ class StepWatch:
             blocks = tables[rows, columns]
         return NO_GROWTH if len(rows) > self.state.most else self.move_to(lens, width, (rows, columns, blocks), message)
 
-    def advance_in_numpy(self, lens: Array, entries: tuple[Array, Array, Array], message: Message) -> int:
+    def advance_in_numpy(self, lens: Array, entries: Entries, message: Message) -> int:
         """Do what the C function does."""
         rows, columns, _ = entries
         if len(rows) > self.state.most or (rows < 0).any() or (rows >= len(lens)).any() or (columns < 0).any():

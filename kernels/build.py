@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixpool.kernels import native_cut
+from radixpool.kernels.cache_hints import with_hints
 from radixpool.kernels.device_attend import UNSPECIALISED, attend_items
 from radixpool.kernels.device_merge import merge_partials
 from radixpool.kernels.extend_path import gluon_launcher
@@ -118,10 +119,20 @@ def resources_of(ptx: str, arch: int) -> tuple[int, int]:
     return registers, spills
 
 
+def evicts_first(source: ASTSource) -> bool:
+    """Return whether the copies of a kernel ask to be evicted first (see cache_hints.py)."""
+    names = source.fn.arg_names
+    return "EVICT_FIRST" in names and bool(source.constants[(names.index("EVICT_FIRST"),)])
+
+
 def compile_source(name: str, source: ASTSource, arch: int, options: dict[str, Any]) -> BuiltKernel:
     """Compile one kernel for `sm_<arch>`; needs no GPU."""
     start = time.perf_counter()
-    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+    def compile_with(options: dict[str, Any]) -> Any:
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+    kernel = with_hints(compile_with, options) if evicts_first(source) else compile_with(options)
     registers, spills = resources_of(kernel.asm["ptx"], arch)
     return BuiltKernel(name, time.perf_counter() - start, registers, spills, kernel.metadata.shared, kernel.asm)
 
@@ -137,21 +148,26 @@ def tile_heights(group_size: int) -> tuple[int, ...]:
 
 def model_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSource, dict[str, Any]]]:
     """Yield name, source and options of every kernel that decoding and extending with `spec` can launch."""
-    features = Features(pdl=arch >= 90)
+    pdl = arch >= 90
     head_dim = max(spec.head_dim, spec.v_head_dim)
     for height, tall in itertools.product(tile_heights(spec.group_size), (False, True)):
         if height >= TALL_ROWS and not tall:
             continue
         config = tile_config(spec.kv_dtype.itemsize, head_dim, height, arch, tall=tall)
         pairs = uses_pairs(spec, height, arch, interpreted=False)
-        for chained in (False, True) if features.pdl else (False,):
+        evicting = (False, True) if pdl and height < TALL_ROWS else (False,)
+        for chained, evicts in itertools.product((False, True) if pdl else (False,), evicting):
+            features = Features(pdl=pdl, evict_first=evicts)
             variant = attend_variant(spec, config, height, features, pairs=pairs, chained=chained)
             kind = f"{spec.q_dtype}_{spec.kv_dtype}".replace("torch.", "")
-            name = f"attend_{kind}_d{spec.head_dim}_m{height}{'+' if tall else ''}{'_chained' if chained else ''}"
+            ending = f"{'_chained' if chained else ''}{'_evicts' if evicts else ''}"
+            name = f"attend_{kind}_d{spec.head_dim}_m{height}{'+' if tall else ''}{ending}"
             yield name, attend_source(spec, variant), variant.options
     for name, joined in (("few", FEW_PARTS), ("some", SOME_PARTS), ("many", MANY_PARTS)):
-        merge = merge_variant(spec, joined, features, chained=features.pdl)
-        yield f"merge_d{spec.v_head_dim}_{name}", merge_source(spec, merge), merge.options
+        for watched in (False, True) if joined.watched else (False,):
+            merge = merge_variant(spec, joined, Features(pdl=pdl, watched=watched), chained=pdl)
+            ending = "_watched" if watched else ""
+            yield f"merge_d{spec.v_head_dim}_{name}{ending}", merge_source(spec, merge), merge.options
     yield from importlib.import_module("radixpool.kernels.copy_build").write_sources(spec)
     yield from importlib.import_module("radixpool.kernels.plan_send").step_sources()
     if extend_config(spec, arch) is not None and gluon_launcher() is not None:

@@ -258,12 +258,13 @@ def attend_items(
     TILE_DTYPE: tl.constexpr, PAIRS: tl.constexpr, HEAD_SCALES: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    STATE: tl.constexpr, WATCHED: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    STATE: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    EVICT_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Run the items of one program for one KV head; grid (kv_heads, programs).
 
     Item `program` is its first; the others lie together elsewhere. Few loads depend on one another: a cold one costs 1
-    us.
+    us. EVICT_FIRST is for cache_hints.py: what K and V bring is not kept in L2.
     """
     head = tl.program_id(0)
     cta = tl.program_id(1)
@@ -283,7 +284,7 @@ def attend_items(
     if HEAD_SCALES:
         qk_scale = qk_scale * tl.load(K_SCALE + head * stride_ks_head)
         out_scale = out_scale * tl.load(V_SCALE + head * stride_vs_head)
-    phase = tl.load(MARKS) ^ 1 if WATCHED else 0
+    phase = tl.load(MARKS) ^ 1
     table_tokens = stride_table * BLOCK_SIZE
     k_token_scales = K_SCALE
     v_token_scales = V_SCALE
@@ -357,24 +358,18 @@ def attend_items(
         )  # fmt: skip
         if LATE_SUM:
             total = tl.sum(total, 1)
-        dv = tl.arange(0, BLOCK_DV * 2 if PAIRS else BLOCK_DV)
-        out_mask = live[:, None] & (dv < DV)[None, :]
         if part >= 0:
             safe = tl.where(total > 0, total, 1.0)
             lse2 = tl.where(total > 0, top + tl.log2(safe), NEG_INF)
             factor = out_scale / safe
             cell = (part + local_row).to(tl.int64) * HQ + q_head
-            if WATCHED:
-                store_part(
-                    PART, PART_LSE, cell, live, acc, acc_odd, factor, lse2, phase, BM, BLOCK_DV, STATE, PAIRS,
-                    INTERPRETED,
-                )  # fmt: skip
-            else:
-                state = tl.interleave(acc, acc_odd) if PAIRS else acc
-                tl.store(PART + cell[:, None] * STATE + dv[None, :], state * factor[:, None], mask=out_mask)
-                tl.store(PART_LSE + cell, lse2, mask=live)
+            store_part(
+                PART, PART_LSE, cell, live, acc, acc_odd, factor, lse2, phase, BM, BLOCK_DV, STATE, PAIRS, INTERPRETED
+            )
         else:
             joined = tl.interleave(acc, acc_odd) if PAIRS else acc
+            dv = tl.arange(0, BLOCK_DV * 2 if PAIRS else BLOCK_DV)
+            out_mask = live[:, None] & (dv < DV)[None, :]
             if HAS_SINKS:
                 sink = tl.load(SINKS + q_head) * LOG2E
                 new_top = tl.maximum(top, sink)
@@ -390,7 +385,7 @@ def attend_items(
             if HAS_LSE:
                 tl.store(LSE + cell, tl.where(total > 0, (top + tl.log2(safe)) * LN2, NEG_INF), mask=live)
         row_start, num_rows, seq, begin, end, part, after, all_see = ahead
-    if PDL:
-        # A grid has ended when all its programs have: one that waits for the grid before is enough.
-        if (head == 0) & (cta == 0):
+    # A grid has ended when all its programs have: one that waits for the grid before is enough.
+    if (head == 0) & (cta == 0):  # noqa: SIM102 - the other is known at compile time
+        if PDL:
             gdc_wait()

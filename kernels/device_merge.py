@@ -3,17 +3,18 @@
 One thread sums its columns over all parts by itself: no exchange between threads, and all loads of a step in flight
 at once. Rows of many parts are shared out over groups of threads that are joined at the end.
 
-Where a plan is WATCHED, a program does not wait for the grids that attend to end, but for its row's words. The lowest
-mantissa bit of every word of a state is its phase, which changes from call to call; a reader takes it off, so that the
-phase never shows. That is right because
-- words are stored and loaded by relaxed stores and loads, each for itself: a word is the old one or the
-  new one, and its own phase says which. No word says anything about another, so no fence is needed;
-- the programs waited for are running or done. This grid depends on the last one that attends, which lets it start once
-  all its own programs have started, and which started in the same way itself. They wait for nothing. So none of those
-  that wait here can keep one of them from the device;
-- a state is stored once a call and read in this grid only; calls follow one another, as the first grid of a call is an
-  ordinary launch. MARKS[0] holds the phase of the last call for those that attend, and changes when they have all
-  ended; each program here has a mark of its own, because others may start after that. New plans zero all words.
+Where a plan is WATCHED, a program waits for the words of its row, not for the grids that attend to end. The lowest
+mantissa bit of every word of a state is its phase, which changes from call to call; a reader takes it off, so that it
+never shows. That is right because
+- words are stored and loaded by relaxed operations, each for itself: a word is the old one or the new one, and its own
+  phase says which. No word says anything about another, so that no fence is needed;
+- the programs waited for are running or done, and wait for nothing themselves. The grids of a call are a chain in
+  which each may start once all programs of the one before have started (or, without dependent launches, ended). So
+  programs that wait here keep none of those they wait for off the device;
+- a state is stored once a call and read by this grid only, and calls follow one another: the first grid of a call is an
+  ordinary launch. MARKS[0] is the phase of the last call, for those that attend, and changes when they have all ended.
+  A program here may start after that, so that each has a mark of its own: 2 + the phase of its last call;
+- a new cut zeroes all marks. States may hold words of any phase then: a program without a mark waits for the grids.
 """
 
 import triton
@@ -33,32 +34,36 @@ def bits_of(x):
 
 
 @triton.jit
-def load_word(place, mask, old, INTERPRETED: tl.constexpr):
+def load_word(BASE, offset, mask, old, INTERPRETED: tl.constexpr):
     """Load words by relaxed loads, which the L1 cache does not serve; `old` where the mask is off."""
     if INTERPRETED:
-        return bits_of(tl.load(place, mask=mask, other=old.to(tl.float32, bitcast=True)))
+        word = bits_of(tl.load(BASE + offset, mask=mask, other=old.to(tl.float32, bitcast=True)))
     else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, $3; @p ld.relaxed.gpu.global.b32 $0, [$1]; }",
-            "=&r,l,r,r", [place.to(tl.int64), mask.to(tl.int32), old], dtype=tl.int32, is_pure=False, pack=1,
+        word = tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $3, 0; mad.wide.u32 a, $2, 4, $1; mov.b32 $0, $4;"
+            " @p ld.relaxed.gpu.global.b32 $0, [a]; }",
+            "=&r,l,r,r,r", [BASE.to(tl.int64), offset, mask.to(tl.int32), old], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+    return word
 
 
 @triton.jit
-def load_words(place, mask, a, b, c, d, INTERPRETED: tl.constexpr):
+def load_words(BASE, offset, mask, a, b, c, d, INTERPRETED: tl.constexpr):
     """Load four neighbours at each place, each as `load_word` does."""
     if INTERPRETED:
-        return (
-            load_word(place, mask, a, True), load_word(place + 1, mask, b, True), load_word(place + 2, mask, c, True),
-            load_word(place + 3, mask, d, True),
+        words = (
+            load_word(BASE, offset, mask, a, True), load_word(BASE, offset + 1, mask, b, True),
+            load_word(BASE, offset + 2, mask, c, True), load_word(BASE, offset + 3, mask, d, True),
         )  # fmt: skip
     else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, $6; mov.b32 $1, $7; mov.b32 $2, $8; mov.b32 $3, $9;"
-            " @p ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-            "=&r,=&r,=&r,=&r,l,r,r,r,r,r", [place.to(tl.int64), mask.to(tl.int32), a, b, c, d],
+        words = tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $6, 0; mad.wide.u32 a, $5, 4, $4;"
+            " mov.b32 $0, $7; mov.b32 $1, $8; mov.b32 $2, $9; mov.b32 $3, $10;"
+            " @p ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [a]; }",
+            "=&r,=&r,=&r,=&r,l,r,r,r,r,r,r", [BASE.to(tl.int64), offset, mask.to(tl.int32), a, b, c, d],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
+    return words
 
 
 @triton.jit
@@ -72,26 +77,32 @@ def load_states(
     for j in tl.static_range(BLOCK_N):
         here = (wanted >> j) & 1 != 0
         words = load_words(
-            PART + cells[j].to(tl.int64) * STATE + column, here, states[4 * j], states[4 * j + 1], states[4 * j + 2],
+            PART, cells[j] * STATE + column, here, states[4 * j], states[4 * j + 1], states[4 * j + 2],
             states[4 * j + 3], INTERPRETED,
         )  # fmt: skip
-        new_lses = new_lses + (load_word(PART_LSE + cells[j], here, lses[j], INTERPRETED),)  # type: ignore[assignment]  # noqa: RUF005
+        new_lses = new_lses + (load_word(PART_LSE, cells[j], here, lses[j], INTERPRETED),)  # type: ignore[assignment]  # noqa: RUF005
         new_states = new_states + words  # type: ignore[assignment]
     return new_lses, new_states
 
 
 @triton.jit
+def either(a, b):
+    """Return the bits set in one of two integers."""
+    return a | b
+
+
+@triton.jit
 def wait_for_any(PART_LSE, cells, wanted, phase, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return once one of the wanted states is there: until shortly before the end, poll next to nothing."""
+    """Return once one of the wanted states is there, as far as its LSE tells: until then a poll is cheap."""
     tries = 0
-    waiting = tl.max(wanted)
-    while (waiting != 0) & (tries < PATIENCE):
+    waiting = True
+    while waiting & (tries < PATIENCE):
         fresh = wanted & 0
         for j in tl.static_range(BLOCK_N):
             here = (wanted >> j) & 1 != 0
-            lse = load_word(PART_LSE + cells[j], here, wanted & 0, INTERPRETED)
+            lse = load_word(PART_LSE, cells[j], here, wanted & 0, INTERPRETED)
             fresh |= tl.where(here & ((lse & 1) == phase), 1, 0)
-        waiting = tl.where(tl.max(fresh) == 0, 1, 0)
+        waiting = tl.max(fresh) == 0
         tries += 1
 
 
@@ -106,9 +117,9 @@ def missing(lses, states, wanted, phase, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def value_of(bits, WATCHED: tl.constexpr):
+def value_of(bits):
     """Return the float32 that a word holds, its phase taken off."""
-    return (bits & -2 if WATCHED else bits).to(tl.float32, bitcast=True)
+    return (bits & -2).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -126,20 +137,23 @@ def merge_step(
         lses = lses + (nothing,)  # type: ignore[assignment]  # noqa: RUF005
         states = states + (left & 0, left & 0, left & 0, left & 0)  # type: ignore[assignment]  # noqa: RUF005
     if WATCHED:
-        wait_for_any(PART_LSE, cells, left, phase, BLOCK_N, INTERPRETED)
         tries = 0
-        pending = tl.max(left)
-        while (pending != 0) & (tries < PATIENCE):
+        wanted = left
+        pending = True
+        while pending & (tries < PATIENCE):
             lses, states = load_states(PART, PART_LSE, cells, column, left, lses, states, STATE, BLOCK_N, INTERPRETED)
             left = missing(lses, states, left, phase, BLOCK_N)
-            pending = tl.max(left)
+            found = tl.reduce(tl.where(left != 0, 1, 0) | tl.where(left != wanted, 2, 0), None, either)
+            pending = found & 1 != 0
+            if found == 1:
+                wait_for_any(PART_LSE, cells, left, phase, BLOCK_N, INTERPRETED)
             tries += 1
     else:
         lses, states = load_states(PART, PART_LSE, cells, column, left, lses, states, STATE, BLOCK_N, INTERPRETED)
         left = left & 0
     new_top = top
     for j in tl.static_range(BLOCK_N):
-        new_top = tl.maximum(new_top, value_of(lses[j], WATCHED))
+        new_top = tl.maximum(new_top, value_of(lses[j]))
     base = tl.where(new_top == NEG_INF, 0.0, new_top)
     shrink = tl.where(left == 0, tl.exp2(top - base), float("nan"))
     total = total * shrink
@@ -149,12 +163,12 @@ def merge_step(
     c *= shrink
     d *= shrink
     for j in tl.static_range(BLOCK_N):
-        weight = tl.exp2(value_of(lses[j], WATCHED) - base)
+        weight = tl.exp2(value_of(lses[j]) - base)
         total += weight
-        a += value_of(states[4 * j], WATCHED) * weight
-        b += value_of(states[4 * j + 1], WATCHED) * weight
-        c += value_of(states[4 * j + 2], WATCHED) * weight
-        d += value_of(states[4 * j + 3], WATCHED) * weight
+        a += value_of(states[4 * j]) * weight
+        b += value_of(states[4 * j + 1]) * weight
+        c += value_of(states[4 * j + 2]) * weight
+        d += value_of(states[4 * j + 3]) * weight
     return new_top, total, (a, b, c, d)
 
 
@@ -184,8 +198,9 @@ def merge_partials(
     row = tl.load(ROWS + i)
     first = tl.load(STARTS + i)
     last = tl.load(STARTS + i + 1)
-    mark = MARKS + 1 + i * tl.num_programs(1) + tl.program_id(1)
-    phase = tl.load(mark) ^ 1 if WATCHED else 0
+    place = MARKS + 1 + i * tl.num_programs(1) + tl.program_id(1)
+    mark = tl.load(place) if WATCHED else 0
+    phase = (mark & 1) ^ 1
     if i < tl.load(COUNTS):
         COLUMNS: tl.constexpr = BLOCK_DV // 4
         column = (4 * tl.arange(0, COLUMNS))[None, :] + tl.zeros([GROUPS * HEADS, 1], tl.int32)
@@ -201,8 +216,9 @@ def merge_partials(
             top = tl.where(group == 0, sink, top)
             total = tl.where(group == 0, 1.0, total)
         cells = load_cells(PARTS, first + group, last, head, HQ, BLOCK_N, GROUPS)
-        if PDL and not WATCHED:
-            gdc_wait()
+        if mark == 0:  # noqa: SIM102 - the other is known at compile time
+            if PDL:
+                gdc_wait()
         for start in range(first, last, BLOCK_N * GROUPS):
             top, total, acc = merge_step(
                 PART, PART_LSE, cells, column, inside, start + group, last, phase, top, total, acc, STATE, BLOCK_N,
@@ -214,7 +230,7 @@ def merge_partials(
             top, total, a, b, c, d = join_groups(top, total, a, b, c, d, GROUPS, HEADS, COLUMNS)
         store_row(OUT, LSE, row, top, total, a, b, c, d, HQ, DV, BLOCK_DV, HEADS, HAS_LSE)
         if WATCHED:
-            tl.store(mark, phase)
+            tl.store(place, 2 | phase)
     if (i == 0) & (tl.program_id(1) == 0):
         # A grid has ended when all its programs have: one that waits for the grids before is enough.
         if PDL:

@@ -143,15 +143,20 @@ class MergeConfig:
     """How partial states are joined.
 
     A program joins `heads` query heads of a row; `groups` of threads share out the row's parts, and each has the loads
-    of `block_n` of them in flight.
+    of `block_n` of them in flight. `watched`: programs wait for the parts of their row, not for all that attend; with
+    many parts looking at them takes longer than that wait, and beside tall tiles there is no room to wait in.
     """
 
     heads: int
     groups: int
     block_n: int
+    num_warps: int = 4
+    watched: bool = False
 
 
-FEW_PARTS, SOME_PARTS, MANY_PARTS = MergeConfig(4, 1, 8), MergeConfig(4, 1, 16), MergeConfig(1, 4, 16)
+FEW_PARTS = MergeConfig(2, 1, 8, num_warps=2, watched=True)
+SOME_PARTS, MANY_PARTS = MergeConfig(4, 1, 16), MergeConfig(1, 4, 16)
+EVICT_FIRST_BYTES = 200 * 2**20  # measured on an H200 (50 MiB of L2): a gain up to 192 MiB, a loss from 512 MiB on
 
 
 def merge_config(parts_per_row: float) -> MergeConfig:
@@ -172,6 +177,15 @@ def merge_programs(config: MergeConfig, num_q_heads: int) -> int:
     (8, 2, 8)
     """
     return -(-num_q_heads // min(config.heads, next_power_of_two(num_q_heads)))
+
+
+def evicts_first(kv_bytes: int) -> bool:
+    """Return whether a launch that reads so much KV once should leave the L2 cache to others.
+
+    What lies dirty there then need not be written back meanwhile. In a long launch it is all the same, only later and
+    piece by piece.
+    """
+    return kv_bytes <= EVICT_FIRST_BYTES
 
 
 def merge_config_for_any(max_rows: int, spec: AttentionSpec, device: DeviceInfo) -> MergeConfig:

@@ -73,7 +73,8 @@ class Features:
     alibi: bool = False
     fp8: bool = False
     same_strides: bool = True
-    watched: bool = True
+    watched: bool = False
+    evict_first: bool = False
     pdl: bool = False
 
 
@@ -94,8 +95,9 @@ def attend_variant(
         "CAP": features.cap, "ALIBI": features.alibi, "WINDOW": features.window, "HAS_SINKS": features.sinks,
         "HAS_LSE": features.lse, "TREE": features.tree, "FP8": features.fp8 and tile_rows >= TALL_ROWS,
         "SPLIT": config.split and not (features.window or features.token_scales or features.tree),
-        "SAME_STRIDES": features.same_strides, "STATE": state_width(spec), "WATCHED": features.watched,
-        "INTERPRETED": INTERPRETED, "PDL": features.pdl,
+        "SAME_STRIDES": features.same_strides, "STATE": state_width(spec), "INTERPRETED": INTERPRETED,
+        "PDL": features.pdl,
+        "EVICT_FIRST": features.evict_first and tile_rows < TALL_ROWS,  # tall tiles share what they read
     }  # fmt: skip
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers:
@@ -110,11 +112,11 @@ def merge_variant(spec: AttentionSpec, config: MergeConfig, features: Features, 
     """Return the kernel that merges partial states."""
     constants = {
         "HQ": spec.num_q_heads, "DV": spec.v_head_dim, "BLOCK_DV": next_power_of_two(spec.v_head_dim),
-        "STATE": state_width(spec), "HEADS": min(config.heads, next_power_of_two(spec.num_q_heads)), "GROUPS": config.groups,
-        "BLOCK_N": config.block_n, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse, "WATCHED": features.watched,
-        "INTERPRETED": INTERPRETED, "PDL": features.pdl,
+        "STATE": state_width(spec), "HEADS": min(config.heads, next_power_of_two(spec.num_q_heads)),
+        "GROUPS": config.groups, "BLOCK_N": config.block_n, "HAS_SINKS": features.sinks, "HAS_LSE": features.lse,
+        "WATCHED": features.watched, "INTERPRETED": INTERPRETED, "PDL": features.pdl,
     }  # fmt: skip
-    options: dict[str, Any] = {"num_warps": 4}
+    options: dict[str, Any] = {"num_warps": config.num_warps}
     if chained:
         options["launch_pdl"] = True
     return KernelVariant(merge_partials, constants, options)
@@ -225,8 +227,8 @@ def attention(
         head_scales=k_tensor is not None and not token_scales, token_scales=token_scales, cap=soft_cap > 0,
         window=window > 0, sinks=sinks is not None, lse=lse is not None, tree=tree is not None,
         alibi=alibi_slopes is not None, fp8=precision == "fp8",
-        same_strides=k_pool.stride() == v_pool.stride(), watched=plan.tall_kernel(plan.query_lens) == "plain",
-        pdl=on_device.device.pdl,
+        same_strides=k_pool.stride() == v_pool.stride(), watched=on_device.watched,
+        evict_first=on_device.evict_first and on_device.device.arch >= 90, pdl=on_device.device.pdl,
     )  # fmt: skip
     bound = BoundCall(plan, features, tensors, fast_rows=FAST_ROWS if fast else 0)
     bound.first(tensors, numbers, key)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from radixpool.kernels.cache_hints import with_hints
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -55,9 +57,15 @@ class KernelVariant:
         """Return the kernel compiled for these arguments; `kind` tells apart what `specialisation` of them would."""
         kernel = self.compiled.get(kind)
         if kernel is None:
-            kernel = self.function.warmup(*arguments, grid=(1,), **self.constants, **self.options)
+            compile_with = functools.partial(self.compile, arguments)
+            evicts = self.constants.get("EVICT_FIRST", False)
+            kernel = with_hints(compile_with, self.options) if evicts else compile_with(self.options)
             self.compiled[kind] = kernel
         return kernel
+
+    def compile(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Compile for these arguments, or take what Triton has in its cache."""
+        return self.function.warmup(*arguments, grid=(1,), **self.constants, **options)
 
     def launch(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
         """Launch on the current stream of the first argument's device; compiles at the first call of its kind."""

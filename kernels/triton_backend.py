@@ -167,13 +167,18 @@ class BoundCall:
             self.merge = Launch(variant, grid, (*states, *lists), ())
 
     def first(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], kind: Any) -> None:
-        """Launch, compiling what is not compiled yet."""
+        """Launch, once all is compiled: a call that attends and does not merge would put the phases out of step."""
         q, k_pool, v_pool, *others = tensors
+        calls: list[tuple[Launch, tuple[Tensor, ...], tuple[float, ...]]] = []
         for launch, pairs in self.items:
             k, v = (as_pairs(k_pool), as_pairs(v_pool)) if pairs else (k_pool, v_pool)
-            launch.first((q, k, v, *others), numbers, kind)
+            calls.append((launch, (q, k, v, *others), numbers))
         if self.merge is not None:
-            self.merge.first(tensors[-3:], (), kind)
+            calls.append((self.merge, tensors[-3:], ()))
+        for launch, given, values in calls:
+            launch.prepare(given, values, kind)
+        for launch, given, values in calls:
+            launch.first(given, values, kind)
 
     def again(self, addresses: list[int], numbers: tuple[float, ...], stream: int) -> None:
         """Launch what `first` compiled."""

@@ -96,13 +96,19 @@ class Launch:
         self.variant, self.grid, self.fixed, self.numbers = variant, grid, fixed, numbers
         self.kernel: Any = None
 
+    def prepare(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], kind: Any) -> None:
+        """Compile for these arguments: tensors, then numbers."""
+        if not INTERPRETED:
+            self.kernel = self.variant.kernel_for((*tensors, *numbers, *self.fixed, *self.numbers), kind)
+
     def first(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], kind: Any) -> None:
-        """Launch with tensors; from now on `again` serves all calls of this kind. Arguments: tensors, then numbers."""
+        """Launch with tensors; from now on `again` serves all calls of this kind."""
         arguments = (*tensors, *numbers, *self.fixed, *self.numbers)
         if INTERPRETED:
             self.variant.function[self.grid](*arguments, **self.variant.constants)
             return
-        self.kernel = self.variant.kernel_for(arguments, kind)
+        if self.kernel is None:
+            self.prepare(tensors, numbers, kind)
         self.kernel[self.grid](*arguments, *self.variant.values)
         self.numbers = (*(t.data_ptr() for t in self.fixed), *self.numbers, *self.variant.values)
 

@@ -14,6 +14,7 @@ SCRIPT = """
 import json, sys, torch
 from radixpool.kernels import AttentionSpec
 from radixpool.kernels.build import compile_source, model_sources
+from radixpool.kernels.cache_hints import keeps_policy
 built = []
 wanted = tuple(sys.argv[2:])
 for shape, q, kv in json.loads(sys.argv[1]):
@@ -26,9 +27,11 @@ for shape, q, kv in json.loads(sys.argv[1]):
         ptx = kernel.asm["ptx"]
         words = (
         "cp.async.c", "mma.sync", "wgmma.mma_async", "ldmatrix", "griddepcontrol",
-        "cvt.rn.f16x2.e4m3x2",
+        "cvt.rn.f16x2.e4m3x2", "cache_hint", "ld.relaxed.gpu",
     )
         counts = {w: ptx.count(w) for w in words}
+        if counts["cache_hint"]:
+            counts["kept"] = keeps_policy(kernel.asm["cubin"])
         built.append({"name": name, "spilled": kernel.spill_bytes, "shared": kernel.shared_bytes, **counts})
 print(json.dumps(built))
 """
@@ -46,12 +49,15 @@ def outside(code, *arguments, cache):
 
 @pytest.mark.parametrize(
     ("kv", "heights"),
-    [("bfloat16", ("m16", "m16+", "m32", "m64+", "m128+")), ("float8_e4m3fn", ("m16", "m32"))],
+    [
+        ("bfloat16", ("m16", "m16+", "m32", "m64+", "m128+", "m16_evicts", "m16+_evicts", "m32_evicts")),
+        ("float8_e4m3fn", ("m16", "m32", "m16_evicts")),
+    ],
     ids=["bf16", "fp8"],
 )
 def test_shipped_configurations_compile_for_hopper(tmp_path, kv, heights):
     """Case 52: every shipped pipeline depth, for both kinds of KV."""
-    merges = {f"merge_d128_{parts}" for parts in ("few", "some", "many")}
+    merges = {f"merge_d128_{parts}" for parts in ("few", "few_watched", "some", "many")}
     wanted = (*heights, *merges)
     result = outside(["-c", SCRIPT], json.dumps([[LLAMA, "bfloat16", kv]]), *wanted, cache=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -65,7 +71,12 @@ def test_shipped_configurations_compile_for_hopper(tmp_path, kv, heights):
         assert kernel["wgmma.mma_async" if tall else "mma.sync"], (name, kernel)
         assert kernel["cp.async.c"] >= 8, (name, kernel)
         assert bool(kernel["cvt.rn.f16x2.e4m3x2"]) == (kv == "float8_e4m3fn") or tall, (name, kernel)
+        if name.endswith("_evicts"):  # every copy has the policy, and none lost it in the assembler
+            assert kernel["cache_hint"] == kernel["cp.async.c"] and kernel["kept"], (name, kernel)
+        else:
+            assert not kernel["cache_hint"], (name, kernel)
     assert merges <= set(built)
+    assert all(built[name]["ld.relaxed.gpu"] for name in merges)
 
 
 def test_the_command_builds_a_model_and_says_what(tmp_path):

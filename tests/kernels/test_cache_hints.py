@@ -1,0 +1,74 @@
+"""Copies that evict first: the policy is written into the PTX, and kept only where the assembler keeps it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: the torch backend runs alone")
+
+from radixpool.kernels import cache_hints
+from radixpool.kernels.launch import EVICT_FIRST_BYTES, evicts_first
+
+PLAIN = """
+    cp.async.cg.shared.global [ %r189 + 0 ], [ %rd85 + 0 ], 0x10, %r198;
+    @%p3 cp.async.cg.shared.global [ %r7 + 2048 ], [ %rd86 + 16 ], 0x10;
+    cp.async.ca.shared.global [ %r8 + 0 ], [ %rd87 + 0 ], 0x4, %r199;
+    cp.async.commit_group;
+"""
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """A cache folder, and what `with_hints` is told about the code that comes out."""
+
+    class Cache:
+        def get_file(self, name):
+            return str(tmp_path / name) if (tmp_path / name).exists() else None
+
+        def put(self, data, name, binary=True):
+            assert not binary
+            (tmp_path / name).write_text(data)
+            return str(tmp_path / name)
+
+    told = SimpleNamespace(keeps=True, looks=0)
+
+    def keeps_policy(cubin):
+        told.looks += 1
+        return told.keeps
+
+    monkeypatch.setattr(cache_hints, "get_cache_manager", lambda key: Cache())
+    monkeypatch.setattr(cache_hints, "keeps_policy", keeps_policy)
+    return told
+
+
+def compiled(options):
+    override = options.get("ir_override")
+    ptx = Path(override).read_text() if override else PLAIN
+    return SimpleNamespace(asm={"ptx": ptx, "cubin": b""}, hash="hash", options=options)
+
+
+def test_whole_copies_get_the_policy_and_an_address_in_one_register():
+    lines = cache_hints.evict_first(PLAIN).splitlines()
+    assert "min.u32 place, %r189, 0xffffff;" in lines[1] and "0x12F0000000000000" in lines[1]
+    assert "cp.async.cg.shared.global.L2::cache_hint [ place + 0 ], [ %rd85 + 0 ], 0x10, %r198, policy; }" in lines[1]
+    assert "cache_hint [ place + 2048 ], [ %rd86 + 16 ], 0x10, policy; }" in lines[2]
+    assert lines[3:] == PLAIN.splitlines()[3:]
+
+
+def test_a_kernel_that_keeps_its_policy_is_looked_at_once(cache):
+    for _ in range(2):
+        kernel = cache_hints.with_hints(compiled, {"num_warps": 4})
+        assert kernel.asm["ptx"] == cache_hints.evict_first(PLAIN) and kernel.options["num_warps"] == 4
+    assert cache.looks == 1
+
+
+def test_a_kernel_that_lost_its_policy_is_not_used(cache):
+    cache.keeps = False
+    for _ in range(2):
+        assert cache_hints.with_hints(compiled, {"num_warps": 4}).asm["ptx"] == PLAIN
+    assert cache.looks == 1
+
+
+def test_small_launches_evict_first():
+    assert evicts_first(192 * 2**20) and evicts_first(EVICT_FIRST_BYTES) and not evicts_first(EVICT_FIRST_BYTES + 1)

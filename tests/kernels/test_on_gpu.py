@@ -235,7 +235,10 @@ elif __name__ == "__main__":
         kv, q = (torch.randn(rows, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 32))
         slots = torch.arange(rows, device="cuda") % (64 * 640)
         write_kv(kv, kv, pools[0], pools[1], slots)
-        extend(q, *pools, plan_forest(tables, lens, new, spec=spec))
+        plan = plan_forest(tables, lens, new, spec=spec)
+        extend(q, *pools, plan)
+        if max(new) == 1:
+            assert plan.update(None, [n + 1 for n in lens])
         torch.cuda.synchronize()
     pools = [torch.randn(64 * 40, 8, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     step([320] * 64, [1] * 64)  # decode

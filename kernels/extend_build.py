@@ -22,7 +22,7 @@ from radixpool.kernels.extend_launch import (
     extend_constants,
     key_layout,
 )
-from radixpool.kernels.extend_plan import ExtendConfig, extend_config, fp8_config
+from radixpool.kernels.extend_plan import ExtendConfig, extend_config, fp8_config, wide_tiles
 from radixpool.kernels.extend_turn import TURN_OPTIONS, turn_constants
 from radixpool.kernels.extend_widen import WIDEN_OPTIONS, widen_constants
 from radixpool.kernels.spec import AttentionSpec, Precision
@@ -99,7 +99,12 @@ def fast_sources(spec: AttentionSpec, arch: int) -> Iterator[tuple[str, ASTSourc
     if config is None:
         return
     source, options = extend_source(spec, config)
-    yield f"extend_{spec.q_dtype}_d{spec.head_dim}".replace("torch.", ""), source, options
+    name = f"extend_{spec.q_dtype}_d{spec.head_dim}".replace("torch.", "")
+    yield name, source, options
+    wide = wide_tiles(config)
+    if wide is not None:
+        source, options = extend_source(spec, wide)
+        yield f"{name}_wide", source, options
     if config.widen:
         yield f"widen_d{spec.head_dim}", widen_source(spec), WIDEN_OPTIONS
     config = fp8_config(spec, arch)

@@ -2,8 +2,9 @@
 
 A work entry is a tile of 128 packed query rows times a run of tokens of one block table, for one KV head. One producer
 warp gathers the pages of K, one those of V, into swizzled shared memory: a bulk tensor copy for each page and 64
-columns. Each consumer warpgroup owns 64 rows and keeps one asynchronous wgmma ahead: the scores of the next tile run
-under the softmax of the present one. Keys are walked from the last to the first, so that masks come first.
+columns. Each consumer warpgroup owns half of the rows (tiles of head dim 64 may have 256) and keeps one asynchronous
+wgmma ahead: the scores of the next tile run under the softmax of the present one. Keys are walked from the last to the
+first, so that masks come first.
 The two-stage overlap follows FlashAttention-3 (arXiv 2407.08608).
 """
 
@@ -27,7 +28,6 @@ from radixpool.kernels.extend_device_load import (
 from radixpool.kernels.extend_device_tile import (
     LOG2E,
     NEG_INF,
-    ROWS,
     load_entry,
     load_queries,
     mask_scores,
@@ -125,12 +125,12 @@ def one_step(
 
 @gluon.jit
 def consume(
-    buffers, barriers, pointers, numbers, part_id: gl.constexpr, HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, BD: gl.constexpr, BDV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    buffers, barriers, pointers, numbers, part_id: gl.constexpr, ROWS: gl.constexpr, HQ: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BD: gl.constexpr, BDV: gl.constexpr, PAGE: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, CAP: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 rows of every entry."""
+    """Compute ROWS rows of every entry."""
     q_buf, k_buf, v_buf, out_buf = buffers
     full, empty = barriers
     ENTRIES, ORDER, LIMITS, Q, OUT, LSE, PART, PART_LSE, K_SCALE, V_SCALE, SINKS = pointers
@@ -144,8 +144,8 @@ def consume(
     zero = gl.zeros([ROWS, BN], gl.float32, s_layout)
     step = 0
     mbarrier.wait(full.index(0), 0)
-    fields = load_entry(ENTRIES, LIMITS, first, part_id, G, row_layout)
-    q = load_queries(Q, ENTRIES, ORDER, first, row_stride, head_stride, part_id, G, D, BD, load_layout)
+    fields = load_entry(ENTRIES, LIMITS, first, part_id, ROWS, G, row_layout)
+    q = load_queries(Q, ENTRIES, ORDER, first, row_stride, head_stride, part_id, ROWS, G, D, BD, load_layout)
     for entry in range(first, last):
         q_tile.store(q)
         fence_async_shared()
@@ -169,7 +169,7 @@ def consume(
         s = mask_scores(s, begin + (tiles - 1) * BN, end, limit, lowest, PAGE, BN, WINDOW, s_layout)
         top = gl.full([ROWS], NEG_INF, gl.float32, row_layout)
         total = sum_in_thread(zero, BN)
-        acc = no_outputs(DV, BDV)
+        acc = no_outputs(ROWS, DV, BDV)
         p, top, total, _ = soften(s, top, total, qk_scale, BN, True, CAP)
         p16 = gl.convert_layout(p.to(k_buf.dtype), p_layout)
         mbarrier.wait(full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
@@ -193,9 +193,10 @@ def consume(
         tokens = multiply_values(p16, v_buf.index((step - 1) % V_STAGES), acc)
         # The next entry's queries and fields travel while this one's last product and its epilogue run.
         q = load_queries(
-            Q, ENTRIES, ORDER, gl.minimum(entry + 1, last - 1), row_stride, head_stride, part_id, G, D, BD, load_layout
+            Q, ENTRIES, ORDER, gl.minimum(entry + 1, last - 1), row_stride, head_stride, part_id, ROWS, G, D, BD,
+            load_layout,
         )  # fmt: skip
-        fields = load_entry(ENTRIES, LIMITS, gl.minimum(entry + 1, last - 1), part_id, G, row_layout)
+        fields = load_entry(ENTRIES, LIMITS, gl.minimum(entry + 1, last - 1), part_id, ROWS, G, row_layout)
         acc, p16, _ = wait_product(tokens, p16, p16)
         total_of_row = gl.convert_layout(gl.sum(total, 1), row_layout)
         if part >= 0:
@@ -213,9 +214,10 @@ def consume(
 def extend_tiles(
     k_desc, v_desc, Q, OUT, LSE, PART, PART_LSE, TABLES, ENTRIES, STARTS, ORDER, LIMITS, K_SCALE, V_SCALE, SINKS,
     scale, v_factor, soft_cap, window, stride_q_row, stride_q_head, stride_table, stride_ks_head, stride_vs_head,
-    HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BD: gl.constexpr, BDV: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    ROWS: gl.constexpr, HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BD: gl.constexpr,
+    BDV: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Run the entries STARTS[program] to STARTS[program + 1]; grid (programs,), 4 + 4 + 1 + 1 warps."""
     gdc_launch_dependents()
@@ -238,10 +240,10 @@ def extend_tiles(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (buffers, barriers, pointers, numbers, gl.constexpr(0), HQ, G, D, DV, BD, BDV, PAGE, BN, STAGES,
-                       V_STAGES, HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
-            (consume, (buffers, barriers, pointers, numbers, gl.constexpr(1), HQ, G, D, DV, BD, BDV, PAGE, BN, STAGES,
-                       V_STAGES, HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
+            (consume, (buffers, barriers, pointers, numbers, gl.constexpr(0), ROWS, HQ, G, D, DV, BD, BDV, PAGE, BN,
+                       STAGES, V_STAGES, HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
+            (consume, (buffers, barriers, pointers, numbers, gl.constexpr(1), ROWS, HQ, G, D, DV, BD, BDV, PAGE, BN,
+                       STAGES, V_STAGES, HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
             (produce, (k_desc, k_buf, full, empty, ENTRIES, TABLES, first, last, stride_table, window, BLOCK_SIZE,
                        PAGE, PAGE, BN, BD, BOX, STAGES, STAGES, WINDOW, True, 0)),
             (produce, (v_desc, v_buf, full, empty, ENTRIES, TABLES, first, last, stride_table, window, BLOCK_SIZE,

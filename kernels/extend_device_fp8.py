@@ -26,7 +26,6 @@ from radixpool.kernels.extend_device_load import (
 from radixpool.kernels.extend_device_tile import (
     LOG2E,
     NEG_INF,
-    ROWS,
     load_entry,
     load_queries,
     store_out,
@@ -47,7 +46,7 @@ def quantise_rows(q):
     """
     x = q.to(gl.float32)
     top = gl.maximum(gl.max(gl.abs(x), 1), FP8_TINY)
-    factor = gl.div_rn(gl.full([ROWS], FP8_MAX, gl.float32, top.type.layout), top)
+    factor = gl.div_rn(gl.full([top.shape[0]], FP8_MAX, gl.float32, top.type.layout), top)
     return (x * factor[:, None]).to(gl.float8e4nv), top / FP8_MAX
 
 
@@ -66,7 +65,7 @@ def soften_rows(s, top, total, qk_scale, BN: gl.constexpr, MASKED: gl.constexpr,
     """Fold one tile into the online softmax, as `soften`, with a scale per row and weights of up to 2**HEADROOM."""
     scale = qk_scale
     if CAP:
-        scale = gl.full([ROWS], LOG2E, gl.float32, top.type.layout)
+        scale = gl.full([top.shape[0]], LOG2E, gl.float32, top.type.layout)
     new_top = gl.maximum(top, gl.max(s, 1) * scale - HEADROOM)
     base = new_top
     if MASKED:
@@ -84,7 +83,8 @@ def as_operand(p, BN: gl.constexpr, layout: gl.constexpr):
     Words, of which every fourth holds something, because Triton takes 8-bit values apart that a loop carries. Not pure:
     the conversion stays before the wait for the product.
     """
-    p = p.reshape([ROWS, BN // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, BN])
+    rows: gl.constexpr = p.shape[0]
+    p = p.reshape([rows, BN // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, BN])
     p = gl.convert_layout(p, layout, assert_trivial=True)
     return gl.inline_asm_elementwise(
         "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $5, $4; cvt.rn.satfinite.e4m3x2.f32 b, $7, $6;"
@@ -150,9 +150,9 @@ def one_step(
 
 @gluon.jit
 def consume(
-    buffers, barriers, pointers, numbers, part_id: gl.constexpr, HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, BD: gl.constexpr, BDV: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr,
+    buffers, barriers, pointers, numbers, part_id: gl.constexpr, ROWS: gl.constexpr, HQ: gl.constexpr,
+    G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BD: gl.constexpr, BDV: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, V_STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of every entry."""
@@ -172,8 +172,8 @@ def consume(
     nothing = gl.program_id(1)
     step = 0
     mbarrier.wait(full.index(0), 0)
-    fields = load_entry(ENTRIES, LIMITS, first, part_id, G, row_layout)
-    q = load_queries(Q, ENTRIES, ORDER, first, row_stride, head_stride, part_id, G, D, BD, load_layout)
+    fields = load_entry(ENTRIES, LIMITS, first, part_id, ROWS, G, row_layout)
+    q = load_queries(Q, ENTRIES, ORDER, first, row_stride, head_stride, part_id, ROWS, G, D, BD, load_layout)
     for entry in range(first, last):
         q8, q_scale = quantise_rows(q)
         q_tile.store(q8)
@@ -222,11 +222,12 @@ def consume(
         values = v_buf.index((step - 1) % V_STAGES).permute((1, 0))
         o_token = warpgroup_mma(unpack(p8), values, no_out, use_acc=False, is_async=True)
         q = load_queries(
-            Q, ENTRIES, ORDER, gl.minimum(entry + 1, last - 1), row_stride, head_stride, part_id, G, D, BD, load_layout
+            Q, ENTRIES, ORDER, gl.minimum(entry + 1, last - 1), row_stride, head_stride, part_id, ROWS, G, D, BD,
+            load_layout,
         )  # fmt: skip
         product = wait_mma(0, deps=[o_token])
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None] + product
-        fields = load_entry(ENTRIES, LIMITS, gl.minimum(entry + 1, last - 1), part_id, G, row_layout)
+        fields = load_entry(ENTRIES, LIMITS, gl.minimum(entry + 1, last - 1), part_id, ROWS, G, row_layout)
         total_of_row = gl.convert_layout(gl.sum(total, 1), row_layout)
         if part >= 0:
             store_part(
@@ -244,9 +245,10 @@ def consume(
 def extend_tiles_fp8(
     k_desc, v_desc, Q, OUT, LSE, PART, PART_LSE, TABLES, ENTRIES, STARTS, ORDER, LIMITS, RUNS, PLACES, K_SCALE, V_SCALE,
     SINKS, scale, v_factor, soft_cap, window, stride_q_row, stride_q_head, stride_table, stride_ks_head, stride_vs_head,
-    HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BD: gl.constexpr, BDV: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    ROWS: gl.constexpr, HQ: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BD: gl.constexpr,
+    BDV: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, HEAD_SCALES: gl.constexpr, CAP: gl.constexpr, WINDOW: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Run the entries STARTS[program] to STARTS[program + 1]; grid (programs,), 4 + 4 + 1 + 1 warps."""
     dtype: gl.constexpr = k_desc.dtype
@@ -269,9 +271,9 @@ def extend_tiles_fp8(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consume, (buffers, barriers, pointers, numbers, gl.constexpr(0), HQ, G, D, DV, BD, BDV, BN, STAGES,
+            (consume, (buffers, barriers, pointers, numbers, gl.constexpr(0), ROWS, HQ, G, D, DV, BD, BDV, BN, STAGES,
                        V_STAGES, HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
-            (consume, (buffers, barriers, pointers, numbers, gl.constexpr(1), HQ, G, D, DV, BD, BDV, BN, STAGES,
+            (consume, (buffers, barriers, pointers, numbers, gl.constexpr(1), ROWS, HQ, G, D, DV, BD, BDV, BN, STAGES,
                        V_STAGES, HEAD_SCALES, CAP, WINDOW, HAS_SINKS, HAS_LSE)),
             (produce, (k_desc, k_buf, full, empty, ENTRIES, TABLES, first, last, stride_table, window, BLOCK_SIZE,
                        PAGE, BN, BN, BD, BOX, STAGES, STAGES, WINDOW, False, 0)),

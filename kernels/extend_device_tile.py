@@ -1,6 +1,6 @@
 """Parts of the fast extend kernel that touch no barrier: masks, softmax, loading queries, storing results (Gluon).
 
-One consumer warpgroup owns 64 packed rows (query row, head of the GQA group). Scores live in base 2.
+One consumer warpgroup owns 64 or 128 packed rows (query row, head of the GQA group). Scores live in base 2.
 """
 
 from triton.experimental import gluon
@@ -11,7 +11,6 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
 SLACK = gl.constexpr(8.0)  # in the long loop the maximum follows when it would rise by so much: weights up to 2**SLACK
-ROWS = gl.constexpr(64)  # rows of one consumer: the M of one wgmma
 ENTRY = gl.constexpr(8)  # fields of one entry; see extend_plan.py
 
 
@@ -32,20 +31,21 @@ def mask_scores(s, pos, end, limit, lowest, PAGE: gl.constexpr, BN: gl.constexpr
 
 @gluon.jit
 def sum_in_thread(p, BN: gl.constexpr):
-    """Sum each row over the columns that one thread holds: [ROWS, 4], no exchange between threads.
+    """Sum each row over the columns that one thread holds: [rows, 4], no exchange between threads.
 
     In the wgmma layout thread `t` of a quad holds columns 8 j + 2 t and 8 j + 2 t + 1 of its rows.
     """
-    return gl.sum(gl.sum(p.reshape([ROWS, BN // 8, 4, 2]), 3), 1)
+    return gl.sum(gl.sum(p.reshape([p.shape[0], BN // 8, 4, 2]), 3), 1)
 
 
 @gluon.constexpr_function
-def rescale_asm(count):
+def rescale_asm(count, rows):
     """Return assembly that multiplies `count` values by factors, skipped where all factors of the warp are 1.
 
-    A thread holds two rows of the wgmma layout; its values 0 and 2 lie in different ones.
+    A thread holds two of every 64 rows in the wgmma layout; values 0 and 2 of them lie in different ones.
     """
-    tests = "".join(f"setp.ne.or.f32 p, ${2 * count + i}, 0f3F800000, p;" for i in (0, 2))
+    blocks = range(0, count, count * 64 // rows)
+    tests = "".join(f"setp.ne.or.f32 p, ${2 * count + b + i}, 0f3F800000, p;" for b in blocks for i in (0, 2))
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     return (
         f"{{ .reg .pred p; setp.ne.u32 p, 0, 0; {tests} vote.sync.any.pred p, p, -1; @!p bra SKIP; {products} SKIP: }}"
@@ -61,10 +61,10 @@ def rescale_constraints(count):
 @gluon.jit
 def rescale(acc, shrink, COLUMNS: gl.constexpr):
     """Return acc * shrink; a warp whose rows all keep their maximum skips the products."""
-    count: gl.constexpr = ROWS * COLUMNS // 128
+    count: gl.constexpr = acc.shape[0] * COLUMNS // 128
     return gl.inline_asm_elementwise(
-        rescale_asm(count), rescale_constraints(count), [acc, shrink[:, None]], dtype=gl.float32, is_pure=True,
-        pack=count,
+        rescale_asm(count, acc.shape[0]), rescale_constraints(count), [acc, shrink[:, None]], dtype=gl.float32,
+        is_pure=True, pack=count,
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def out_layout(columns):
 
 
 @gluon.jit
-def no_outputs(DV: gl.constexpr, BDV: gl.constexpr):
+def no_outputs(ROWS: gl.constexpr, DV: gl.constexpr, BDV: gl.constexpr):
     """Return outputs of zeros: one tensor, or a half and a quarter of BDV columns where DV needs no more."""
     if DV * 4 <= BDV * 3:
         half = gl.zeros([ROWS, BDV // 2], gl.float32, out_layout(BDV // 2))
@@ -115,7 +115,7 @@ def pin_constraints(count):
 @gluon.jit
 def pin(p, BN: gl.constexpr):
     """Return the same weights; ptxas moves nothing that makes them past this place."""
-    count: gl.constexpr = ROWS * BN // 128
+    count: gl.constexpr = p.shape[0] * BN // 128
     zero = gl.program_id(1)  # which the compiler can't know
     return gl.inline_asm_elementwise(
         pin_asm(count), pin_constraints(count), [p, zero], dtype=gl.float32, is_pure=False, pack=count
@@ -146,8 +146,10 @@ def soften(s, top, total, qk_scale, BN: gl.constexpr, MASKED: gl.constexpr, CAP:
 
 
 @gluon.jit
-def load_entry(ENTRIES, LIMITS, entry, part_id: gl.constexpr, G: gl.constexpr, layout: gl.constexpr):
-    """Return the fields of an entry, and how many keys each of 64 rows sees."""
+def load_entry(
+    ENTRIES, LIMITS, entry, part_id: gl.constexpr, ROWS: gl.constexpr, G: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Return the fields of an entry, and how many keys each row of one consumer sees."""
     record = ENTRIES + entry * ENTRY
     row_start = gl.load(record)
     num_rows = gl.load(record + 1)
@@ -161,10 +163,10 @@ def load_entry(ENTRIES, LIMITS, entry, part_id: gl.constexpr, G: gl.constexpr, l
 
 @gluon.jit
 def load_queries(
-    Q, ENTRIES, ORDER, entry, stride_q_row, stride_q_head, part_id: gl.constexpr, G: gl.constexpr, D: gl.constexpr,
-    BD: gl.constexpr, layout: gl.constexpr,
+    Q, ENTRIES, ORDER, entry, stride_q_row, stride_q_head, part_id: gl.constexpr, ROWS: gl.constexpr, G: gl.constexpr,
+    D: gl.constexpr, BD: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Return one consumer's 64 packed rows (row, head of the group) of an entry, zeros where there is none."""
+    """Return one consumer's packed rows (row, head of the group) of an entry, zeros where there is none."""
     record = ENTRIES + entry * ENTRY
     row_start = gl.load(record)
     num_rows = gl.load(record + 1)
@@ -185,7 +187,7 @@ def store_columns(
     """Write some columns of a partial output."""
     layout: gl.constexpr = acc.type.layout
     factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))
-    m = part_id * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    m = part_id * acc.shape[0] + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, layout))
     d = FIRST + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
     cell = (part + m // G).to(gl.int64) * HQ + head * G + m % G
     mask = (m // G < num_rows)[:, None] & (d < DV)[None, :]
@@ -198,7 +200,7 @@ def store_part(
     G: gl.constexpr, DV: gl.constexpr, row_layout: gl.constexpr,
 ):  # fmt: skip
     """Write a partial state: the output normalised, and log2 of its denominator."""
-    m = part_id * ROWS + gl.arange(0, ROWS, layout=row_layout)
+    m = part_id * acc[0].shape[0] + gl.arange(0, acc[0].shape[0], layout=row_layout)
     safe = gl.where(total > 0, total, 1.0)
     cell = (part + m // G).to(gl.int64) * HQ + head * G + m % G
     gl.store(PART_LSE + cell, gl.where(total > 0, top + gl.log2(safe), NEG_INF), mask=m // G < num_rows)
@@ -215,7 +217,7 @@ def store_out(
     row_layout: gl.constexpr, store_layout: gl.constexpr,
 ):  # fmt: skip
     """Write finished rows of the output, and their LSE, by way of `buffer` in shared memory."""
-    m = part_id * ROWS + gl.arange(0, ROWS, layout=row_layout)
+    m = part_id * acc[0].shape[0] + gl.arange(0, acc[0].shape[0], layout=row_layout)
     live = m // G < num_rows
     q_head = head * G + m % G
     if HAS_SINKS:
@@ -237,7 +239,7 @@ def store_out(
         buffer.store(acc[0].to(OUT.dtype.element_ty))
     thread_barrier()
     o = buffer.load(store_layout)
-    m = part_id * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, store_layout))
+    m = part_id * acc[0].shape[0] + gl.arange(0, acc[0].shape[0], layout=gl.SliceLayout(1, store_layout))
     d = gl.arange(0, BDV, layout=gl.SliceLayout(0, store_layout))
     live = m // G < num_rows
     row = gl.load(ORDER + m // G, mask=live, other=0).to(gl.int64)

@@ -74,8 +74,9 @@ def extend_constants(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the compile-time arguments of a fast kernel: its identity."""
     return {
-        "HQ": spec.num_q_heads, "G": spec.group_size, "D": spec.head_dim, "DV": spec.v_head_dim, "BD": config.block_d,
-        "BDV": config.block_dv, "BLOCK_SIZE": spec.block_size, "PAGE": config.page, "BN": config.block_n,
+        "ROWS": config.tile_rows // 2, "HQ": spec.num_q_heads, "G": spec.group_size, "D": spec.head_dim,
+        "DV": spec.v_head_dim, "BD": config.block_d, "BDV": config.block_dv, "BLOCK_SIZE": spec.block_size,
+        "PAGE": config.page, "BN": config.block_n,
         "STAGES": config.num_stages, "V_STAGES": config.value_stages, "HEAD_SCALES": head_scales, "CAP": cap,
         "WINDOW": window, "HAS_SINKS": sinks, "HAS_LSE": lse,
     }  # fmt: skip

@@ -23,6 +23,7 @@ from radixpool.kernels.extend_plan import (
     schedule_extend,
     turned_chunks,
     wide_blocks,
+    wide_tiles,
 )
 from radixpool.kernels.plan import ForestPlan
 from radixpool.kernels.spec import AttentionSpec, Precision
@@ -92,7 +93,16 @@ def build(plan: ForestPlan, precision: Precision) -> FastExtend | None:
     if config is None or launcher is None:
         return None
     assert plan.forest is not None and plan.device_plan is not None
-    schedule = schedule_extend(plan.forest, plan.seq_lens, plan.spec, plan.forest.tall_sms)
+    schedule = None
+    wide_config = wide_tiles(config) if precision == "full" else None
+    if wide_config is not None:
+        schedule = schedule_extend(
+            plan.forest, plan.seq_lens, plan.spec, plan.forest.tall_sms, tile_rows=wide_config.tile_rows
+        )  # fmt: skip
+    if schedule is not None and wide_config is not None:
+        config = wide_config
+    else:
+        schedule = schedule_extend(plan.forest, plan.seq_lens, plan.spec, plan.forest.tall_sms)
     if schedule is None:
         return None
     fast = FastExtend(plan.spec, plan.device_plan, config, schedule, launcher)

@@ -6,7 +6,7 @@ sharing, splits along tokens and merging are the same as on the plain path.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ L2_BYTES = 20 * 1024 * 1024  # KV that tiles in flight should share: less than h
 TILE_OVERHEAD_TOKENS = 160  # prologue and epilogue of one tile, in tokens
 SPARE_BYTES = 2 * 1024  # shared memory for barriers, and for what reductions exchange
 MAX_STAGES = 4
+MIN_ROUNDS = 4  # tiles a multiprocessor from which on two may run as one
+MAX_ALONE = 8  # one tile of so many may be left alone then
 SHORT = 3 / 8  # tiles with less than so much of the longest one's work run last
 MIN_TILES_PER_WIDE_BLOCK = 3  # a widened block must be read by so many tiles: two pay for the copy
 MAX_WIDE_BYTES = 2**30
@@ -41,7 +43,8 @@ class ExtendConfig:
     """How a fast kernel runs: `page` tokens a copy, `block_n` tokens a step.
 
     Shared memory holds the keys of `num_stages` steps and the values of `value_stages`.
-    `widen`: the pool is fp8 and its blocks are first copied to the dtype of Q.
+    `widen`: the pool is fp8 and its blocks are first copied to the dtype of Q. `tile_rows`: 256 where two tall items
+    run as one tile (`wide_tiles`).
     """
 
     page: int
@@ -51,6 +54,7 @@ class ExtendConfig:
     num_stages: int
     value_stages: int
     widen: bool = False
+    tile_rows: int = FAST_ROWS
 
 
 def padded_columns(head_dim: int) -> int:
@@ -114,6 +118,16 @@ def copies_in_bulk(pool: Tensor) -> bool:
     return pool.data_ptr() % 16 == 0 and all(s * pool.element_size() % 16 == 0 for s in pool.stride()[:-1])
 
 
+def wide_tiles(config: ExtendConfig) -> ExtendConfig | None:
+    """Return the configuration for tiles of 256 rows, which halve what each product reads; None for wider heads.
+
+    128 rows a consumer leave registers for outputs of 64 columns only, and for steps of 64 keys.
+    """
+    if max(config.block_d, config.block_dv) > BOX_COLUMNS:
+        return None
+    return replace(config, block_n=64, num_stages=MAX_STAGES, value_stages=MAX_STAGES, tile_rows=2 * FAST_ROWS)
+
+
 @dataclass(frozen=True, slots=True)
 class ExtendSchedule:
     """What each program of the fast kernel runs: entries `starts[p]` to `starts[p + 1]`.
@@ -133,6 +147,29 @@ def tall_items(forest: Forest) -> Array:
     return items[items[:, 1] > 0]
 
 
+def joined_items(items: Array, heads: int, num_sms: int) -> Array | None:
+    """Return items of twice the rows, each of two full neighbours that read the same keys from the same token on.
+
+    None where that would leave multiprocessors idle, or too many items alone, which compute twice their rows.
+    O(n log n).
+    """
+    items = items[np.lexsort((items[:, 0], items[:, 3], items[:, 2]))]
+    a, b = items[:-1], items[1:]
+    follows = (a[:, 2:4] == b[:, 2:4]).all(1) & (a[:, 0] + a[:, 1] == b[:, 0]) & (a[:, 5] < 0) & (b[:, 5] < 0)
+    follows &= a[:, 1] == items[:, 1].max()
+    place = np.arange(len(items))
+    first_of_run = np.maximum.accumulate(np.where(np.concatenate([[True], ~follows]), place, 0))
+    second = (place - first_of_run) % 2 == 1
+    joined = items[~second].copy()
+    target = np.cumsum(~second)[second] - 1
+    joined[target, 1] += items[second, 1]
+    joined[target, 4] = np.maximum(joined[target, 4], items[second, 4])
+    alone = len(joined) - len(target)
+    if len(joined) * heads < MIN_ROUNDS * num_sms or alone * MAX_ALONE > len(joined):
+        return None
+    return joined
+
+
 def span_extremes(values: Long, first: Long, count: Long) -> tuple[Long, Long]:
     """Return the smallest and largest of `values[first : first + count]` for each pair (all counts >= 1)."""
     bounds = np.stack([first, first + count], 1).ravel()
@@ -140,15 +177,23 @@ def span_extremes(values: Long, first: Long, count: Long) -> tuple[Long, Long]:
     return np.minimum.reduceat(padded, bounds)[::2], np.maximum.reduceat(padded, bounds)[::2]
 
 
-def schedule_extend(forest: Forest, seq_lens: Array, spec: AttentionSpec, num_sms: int) -> ExtendSchedule | None:
+def schedule_extend(
+    forest: Forest, seq_lens: Array, spec: AttentionSpec, num_sms: int, *, tile_rows: int = FAST_ROWS
+) -> ExtendSchedule | None:  # fmt: skip
     """Schedule the tall items of a cut batch over `num_sms` persistent programs; None if there are none.
+
+    With `tile_rows` 256 two items run as one tile; None then where that doesn't pay (`joined_items`).
 
     Tiles of (table, head) pairs whose KV fits the L2 cache together run at the same time, longest first; each round
     gives the longest tile to the program with the least work. O(n log n), vectorised but for one loop over rounds.
     """
-    items = tall_items(forest).astype(np.int64)
+    items = tall_items(forest)
+    if len(items) and tile_rows > FAST_ROWS:
+        joined = joined_items(items, spec.num_kv_heads, num_sms)
+        items = items[:0] if joined is None else joined
     if not len(items):
         return None
+    items = items.astype(np.int64)
     rows = forest.rows.astype(np.int64)
     limits = np.maximum(seq_lens.astype(np.int64)[rows[:, 1]] - rows[:, 2], 0)
     shortest, longest = span_extremes(limits, items[:, 0], items[:, 1])

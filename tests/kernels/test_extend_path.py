@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from radixpool.kernels import PlanCapacity, extend_path
+from radixpool.kernels import PlanCapacity, extend_path, extend_plan
 from radixpool.kernels.extend_plan import ExtendConfig
 
 CONFIG = ExtendConfig(page=16, block_d=64, block_dv=64, block_n=128, num_stages=2, value_stages=2)
@@ -57,6 +57,17 @@ def test_the_schedule_is_made_once_for_all_layers_and_again_after_an_update(make
     assert len({id(schedule) for _, _, schedule, _ in launches}) == 2
 
 
+def test_two_items_run_as_one_tile_in_large_batches_only(make_batch, launches, monkeypatch):
+    small = mixed(make_batch)
+    small.run()
+    monkeypatch.setattr(extend_plan, "MIN_ROUNDS", 0)
+    monkeypatch.setattr(extend_plan, "MAX_ALONE", 1)
+    small.run(small.plan())
+    narrow, wide = ((schedule, arguments["config"].tile_rows) for _, _, schedule, arguments in launches)
+    assert (narrow[1], wide[1]) == (128, 256)
+    assert narrow[0].entries[:, 1].max() == 32 and wide[0].entries[:, 1].max() == 64
+
+
 def test_fp8_pools_are_widened_first(make_batch, launches, monkeypatch):
     wide = ExtendConfig(**{n: getattr(CONFIG, n) for n in CONFIG.__slots__ if n != "widen"}, widen=True)
     monkeypatch.setattr(extend_path, "config_of", lambda plan, precision: wide)
@@ -93,3 +104,15 @@ def test_plans_that_never_take_it(make_batch):
     capacity = PlanCapacity(max_seqs=2, max_blocks=captured.tables.shape[1], max_rows=151)
     for plan in (decode.plan(), captured.plan(capacity=capacity)):
         assert extend_path.config_of(plan, "full") is None and extend_path.config_of(plan, "fp8") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"soft_cap": 20.0}], ids=str)
+@pytest.mark.parametrize(("lens", "new"), [((700, 333, 64, 257), (700, 200, 64, 30)), ((2047,), (2047,))], ids=str)
+def test_two_items_in_one_tile_on_a_gpu(make_batch, monkeypatch, lens, new, options):
+    monkeypatch.setattr(extend_plan, "MIN_ROUNDS", 0)
+    monkeypatch.setattr(extend_plan, "MAX_ALONE", 1)
+    batch = make_batch(heads=(8, 2), head_dim=64, lens=lens, new=new, kv_dtype=torch.bfloat16)
+    plan = batch.plan()
+    batch.check(plan, **options)
+    assert plan.fast["full"].config.tile_rows == 256

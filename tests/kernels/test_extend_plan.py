@@ -18,6 +18,7 @@ from radixpool.kernels.extend_plan import (
     schedule_extend,
     turned_chunks,
     wide_blocks,
+    wide_tiles,
 )
 from radixpool.kernels.forest import build_forest
 from radixpool.kernels.launch import DeviceInfo, tile_config
@@ -100,6 +101,54 @@ def test_longest_tiles_come_first_within_one_sequence():
     tokens = schedule.entries[:, 4] - schedule.entries[:, 3]
     for first, last in zip(schedule.starts[:-1], schedule.starts[1:], strict=True):
         assert (np.diff(tokens[first:last]) <= 0).all()
+
+
+def seen_by_row(schedule):
+    """How many keys of which table each row reads from where, for each head."""
+    seen = {}
+    for row0, count, table, begin, end, part, head, _ in schedule.entries.tolist():
+        for row in range(row0, row0 + count):
+            assert (row, head, begin) not in seen
+            seen[row, head, begin] = (table, min(end, int(schedule.limits[row])), part)
+    return seen
+
+
+@given(
+    batch=st.lists(st.tuples(st.integers(0, 900), st.integers(1, 500)), min_size=2, max_size=6), sms=st.integers(1, 8)
+)
+@settings(max_examples=40, deadline=None)
+def test_two_items_in_one_tile_read_what_they_read_alone(batch, sms):
+    spec = spec_of(head_dim=64)
+    forest, lens = cut(spec, [cached + n for cached, n in batch], [n for _, n in batch])
+    alone, joined = (schedule_extend(forest, lens, spec, sms, tile_rows=rows) for rows in (FAST_ROWS, 2 * FAST_ROWS))
+    if joined is not None:
+        assert seen_by_row(joined) == seen_by_row(alone)
+        assert joined.entries[:, 1].max() * spec.group_size <= 2 * FAST_ROWS
+        assert 2 * len(joined.entries) <= 1.2 * len(alone.entries)
+
+
+@pytest.mark.parametrize(
+    ("lens", "new", "sms", "taken"),
+    [
+        ([4096] * 4, [4096] * 4, 132, True),
+        ([8320] * 64, [128] * 64, 132, True),
+        ([512] * 2, [512] * 2, 132, False),  # too few tiles for all multiprocessors
+        ([600] * 90, [31] * 90, 132, False),  # every tile would be alone, half of it idle
+    ],
+)
+def test_two_items_run_as_one_tile_where_that_pays(lens, new, sms, taken):
+    spec = spec_of(head_dim=64)
+    forest, lens = cut(spec, lens, new)
+    assert (schedule_extend(forest, lens, spec, sms, tile_rows=2 * FAST_ROWS) is not None) == taken
+
+
+def test_wide_tiles_are_for_64_columns():
+    config = wide_tiles(extend_config(spec_of(head_dim=64), 90))
+    assert (config.tile_rows, config.block_n) == (256, 64)
+    tiles = config.num_stages * config.block_d + config.value_stages * config.block_dv
+    assert config.tile_rows * config.block_d * 2 + config.block_n * tiles * 2 <= 227 * 1024
+    assert wide_tiles(extend_config(spec_of(head_dim=128), 90)) is None
+    assert wide_tiles(extend_config(spec_of(head_dim=64, v_head_dim=128), 90)) is None
 
 
 def test_deal_gives_the_dearest_to_the_idlest():

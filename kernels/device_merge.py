@@ -81,7 +81,7 @@ def load_states(
             states[4 * j + 3], INTERPRETED,
         )  # fmt: skip
         new_lses = new_lses + (load_word(PART_LSE, cells[j], here, lses[j], INTERPRETED),)  # type: ignore[assignment]  # noqa: RUF005
-        new_states = new_states + words  # type: ignore[assignment]
+        new_states = new_states + words
     return new_lses, new_states
 
 

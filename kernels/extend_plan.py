@@ -187,13 +187,13 @@ def schedule_extend(
     Tiles of (table, head) pairs whose KV fits the L2 cache together run at the same time, longest first; each round
     gives the longest tile to the program with the least work. O(n log n), vectorised but for one loop over rounds.
     """
-    items = tall_items(forest)
-    if len(items) and tile_rows > FAST_ROWS:
-        joined = joined_items(items, spec.num_kv_heads, num_sms)
-        items = items[:0] if joined is None else joined
-    if not len(items):
+    tall = tall_items(forest)
+    if len(tall) and tile_rows > FAST_ROWS:
+        joined = joined_items(tall, spec.num_kv_heads, num_sms)
+        tall = tall[:0] if joined is None else joined
+    if not len(tall):
         return None
-    items = items.astype(np.int64)
+    items = tall.astype(np.int64)
     rows = forest.rows.astype(np.int64)
     limits = np.maximum(seq_lens.astype(np.int64)[rows[:, 1]] - rows[:, 2], 0)
     shortest, longest = span_extremes(limits, items[:, 0], items[:, 1])

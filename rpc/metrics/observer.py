@@ -119,7 +119,8 @@ class ObserverInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
         code = grpc.StatusCode.CANCELLED
         try:
             yield from start()
-            code = status_code(context) or grpc.StatusCode.OK
+            # The requests of a stream that its client has cancelled may just end.
+            code = status_code(context) or (grpc.StatusCode.OK if context.is_active() else code)
         except Exception as error:
             code = self._failed(method, context, error)
             raise

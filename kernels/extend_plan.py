@@ -160,7 +160,7 @@ def joined_items(items: Array, heads: int, num_sms: int) -> Array | None:
     place = np.arange(len(items))
     first_of_run = np.maximum.accumulate(np.where(np.concatenate([[True], ~follows]), place, 0))
     second = (place - first_of_run) % 2 == 1
-    joined = items[~second].copy()
+    joined: Array = items[~second].copy()
     target = np.cumsum(~second)[second] - 1
     joined[target, 1] += items[second, 1]
     joined[target, 4] = np.maximum(joined[target, 4], items[second, 4])

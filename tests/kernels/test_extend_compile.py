@@ -15,11 +15,14 @@ import json, sys, torch
 from radixpool.kernels import AttentionSpec
 from radixpool.kernels.build import compile_source
 from radixpool.kernels.extend_build import extend_source
-from radixpool.kernels.extend_plan import extend_config
+from radixpool.kernels.extend_plan import extend_config, wide_tiles
 shape, features = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 dtype = getattr(torch, sys.argv[3].strip('"'))
 spec = AttentionSpec(**shape, q_dtype=dtype, kv_dtype=dtype)
-source, options = extend_source(spec, extend_config(spec, 90), **features)
+config = extend_config(spec, 90)
+if features.pop("wide", False):
+    config = wide_tiles(config)
+source, options = extend_source(spec, config, **features)
 kernel = compile_source("extend", source, 90, options)
 ptx = kernel.asm["ptx"]
 counts = {name: ptx.count(name) for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg")}
@@ -43,6 +46,8 @@ def compiled(tmp_path, script, *arguments):
     [
         (128, 16, {}, "bfloat16"),
         (64, 16, {"window": True, "lse": True}, "float16"),
+        (64, 16, {"wide": True}, "bfloat16"),
+        (96, 16, {}, "bfloat16"),
         (256, 64, {"lse": True, "sinks": True, "cap": True}, "bfloat16"),
     ],
     ids=str,

@@ -6,8 +6,9 @@
 A manager runs as a process. Each kind of caller comes in turn, to a fresh manager: `silent` connects and says nothing,
 `half` sends half of HTTP/2's first bytes, `idle` is a whole HTTP/2 connection without a call (as an idle gRPC channel),
 `channels` are gRPC channels that made one call, `oversize` sends messages of 64 MiB over many channels at once, and
-`largest` messages of the largest size that is allowed. The growth of the manager's resident memory is what counts; the
-aim is at most 64 MiB. A client that was there before must go on being answered all the while.
+`largest` messages of the largest size that is allowed, `sessions` such messages in all sessions at once. The growth of
+the manager's resident memory is what counts; the aim is at most 64 MiB. A client that was there before must go on being
+answered all the while.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from radixpool.rpc import limits
-from radixpool.rpc.client import NO_RETRY, Client, ClientOptions
+from radixpool.rpc import operations as ops
+from radixpool.rpc.client import NO_RETRY, Client, ClientOptions, RetryOptions
 from radixpool.v1 import cache_pb2, cache_pb2_grpc
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -155,12 +157,31 @@ class Messages:
         """Everything has ended already."""
 
 
+class Sessions:
+    """As many sessions as there may be, all of which send messages of the largest size at the same time."""
+
+    def __init__(self, address: str) -> None:
+        match = ops.Match(bytes(limits.MAX_MESSAGE_BYTES - 1024))
+        patient = ClientOptions(retry=RetryOptions(total_s=60, max_backoff_s=0.5))
+
+        def send(_number: int) -> None:
+            with client.session() as session:
+                for _ in range(OVERSIZE_EACH):
+                    session.batch([match])
+
+        with Client(address, options=patient) as client, ThreadPoolExecutor(limits.MAX_SESSIONS) as threads:
+            list(threads.map(send, range(limits.MAX_SESSIONS)))
+
+    def close(self) -> None:
+        """Everything has ended already."""
+
+
 def largest_match() -> bytes:
     """Return a request of the largest size that is allowed: it is parsed, and the tree is asked for it."""
     return cache_pb2.MatchRequest(tokens=bytes(limits.MAX_MESSAGE_BYTES - 64)).SerializeToString()
 
 
-def kinds(count: int) -> dict[str, tuple[int, Callable[[str], RawConnections | Channels | Messages]]]:
+def kinds(count: int) -> dict[str, tuple[int, Callable[[str], RawConnections | Channels | Messages | Sessions]]]:
     """Return how many there are of each kind, and what makes them."""
     calls = OVERSIZE_CHANNELS * OVERSIZE_EACH
     channels = min(count, MAX_CHANNELS)
@@ -171,6 +192,7 @@ def kinds(count: int) -> dict[str, tuple[int, Callable[[str], RawConnections | C
         "channels": (channels, lambda address: Channels(address, channels)),
         "oversize": (calls, lambda address: Messages(address, bytes(OVERSIZE_BYTES))),
         "largest": (calls, lambda address: Messages(address, largest_match())),
+        "sessions": (limits.MAX_SESSIONS * OVERSIZE_EACH, Sessions),
     }
 
 

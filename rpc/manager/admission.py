@@ -61,9 +61,10 @@ class _Large:
         self._size = size
 
     def done(self) -> None:
-        """Count it no longer. A second time does nothing."""
+        """Count it no longer and let go of it. A second time does nothing."""
         self._in_flight.give_back(self._size)
         self._size = 0
+        self.message = None
 
     __del__ = done
 

@@ -118,10 +118,13 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request_iterator: Iterator[pb.SessionRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.SessionResponse]:
         with self._engine.sessions.place():
-            for request in request_iterator:
-                reply = pb.SessionResponse()
-                self._engine.run_batch(request, reply)
-                yield reply
+            # No variable holds a request, which may be large, while the session waits for the next one.
+            yield from map(self._answer, request_iterator)
+
+    def _answer(self, request: pb.SessionRequest) -> pb.SessionResponse:
+        reply = pb.SessionResponse()
+        self._engine.run_batch(request, reply)
+        return reply
 
 
 def _check_registration(request: pb.RegisterClientRequest) -> None:

@@ -101,13 +101,13 @@ class ObserverInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
             latency = self._metrics.stream_opened(method)
             arrived = clock()
 
-            def timed() -> Iterator[Any]:
+            def note_arrival(request: Any) -> Any:
                 nonlocal arrived
-                for request in requests:
-                    arrived = clock()
-                    yield request
+                arrived = clock()
+                return request
 
-            for response in self._until_end(method, context, lambda: inner(timed(), context)):
+            # A map, not a generator, which would hold the last request for as long as it waits for the next one.
+            for response in self._until_end(method, context, lambda: inner(map(note_arrival, requests), context)):
                 latency.observe(clock() - arrived)
                 yield response
 

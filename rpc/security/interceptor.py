@@ -136,12 +136,11 @@ class AuthInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
     def _guard_requests(self, method: str, inner: Behavior, requests: Any, context: grpc.ServicerContext) -> Any:
         identity = self._identify(method, context)
 
-        def bound() -> Iterator[Any]:
-            for request in requests:
-                self._bind(identity, request)
-                yield request
+        def bound(request: Any) -> Any:
+            self._bind(identity, request)
+            return request
 
-        return inner(bound(), context)
+        return inner(map(bound, requests), context)
 
     def _identify(self, method: str, context: grpc.ServicerContext) -> Identity:
         """Return the caller, by now known for certain, and let the code below see it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +16,18 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry
 
 from radixpool.rpc import limits
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import NO_RETRY, Client, ClientOptions
 from radixpool.rpc.errors import Overloaded
-from radixpool.rpc.manager import ManagerServer
+from radixpool.rpc.manager import ManagerOptions, ManagerServer
 from radixpool.rpc.manager.admission import RequestBytes
+from radixpool.rpc.metrics import ObserverInterceptor, RpcMetrics
+from radixpool.rpc.security.client import ClientSecurity
+from radixpool.rpc.security.interceptor import AuthInterceptor, LocalAuthenticator
+from radixpool.rpc.security.tokens import new_token
 from radixpool.v1 import cache_pb2, cache_pb2_grpc
 
 LARGE = bytes(2 * limits.LARGE_REQUEST_BYTES)
@@ -150,6 +156,24 @@ def test_health_checks_without_end_keep_nobody_out(server, client):
     with grpc.insecure_channel(server.address) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING  # there is no pool
+
+
+def test_an_idle_session_holds_no_request(socket_dir, monkeypatch, eventually):
+    server = ManagerServer(
+        ManagerOptions(listen=f"unix:{socket_dir}/m.sock", num_blocks=64, block_size=4),
+        interceptors=(ObserverInterceptor(RpcMetrics(CollectorRegistry())), AuthInterceptor(LocalAuthenticator())),
+    )
+    seen: list[cache_pb2.SessionRequest] = []
+    run = server.engine.run_batch
+    monkeypatch.setattr(server.engine, "run_batch", lambda request, reply: (seen.append(request), run(request, reply)))
+    server.start()
+    security = ClientSecurity(token=new_token().secret)
+    with Client(server.address, options=ClientOptions(security=security)) as client, client.session() as session:
+        for _ in range(2):
+            assert session.batch([ops.Match(LARGE)]) == [ops.Matched(0)]
+            eventually(lambda: sys.getrefcount(seen[-1]) == 2)  # the list's and the argument's
+        assert not server.admission.in_flight.taken
+    server.stop(0)
 
 
 def test_streams_go_on_while_every_thread_of_unary_calls_waits(server, client):

@@ -117,6 +117,36 @@ def test_a_state_that_never_comes_makes_its_row_nan(device, monkeypatch):
     assert out[waiting].isnan().all()
 
 
+def test_calls_and_new_cuts_of_one_plan_follow_one_another(make_batch, programs_per_head):
+    """Words of a call, of another kind of call and of another cut are told apart: results keep their bits."""
+    programs_per_head(4)
+    batch = make_batch(lens=(400, 30))
+    plan = batch.plan()
+    assert plan.device_plan.watched and plan.device_plan.forest.num_parts > 2
+    first, _ = batch.run(plan)
+    windowed, _ = batch.run(batch.plan(), window=64)
+    for _ in range(2):
+        torch.testing.assert_close(batch.run(plan)[0], first, atol=0, rtol=0)
+        torch.testing.assert_close(batch.run(plan, window=64)[0], windowed, atol=0, rtol=0)
+    assert not plan.update(batch.tables, torch.tensor([200, 20]))
+    shorter, _ = batch.run(plan)
+    assert not plan.update(batch.tables, torch.tensor([400, 30]))
+    torch.testing.assert_close(batch.run(plan)[0], first, atol=0, rtol=0)
+    fresh = make_batch(lens=(400, 30))
+    fresh_plan = fresh.plan()
+    fresh_plan.update(fresh.tables, torch.tensor([200, 20]))
+    torch.testing.assert_close(fresh.run(fresh_plan)[0], shorter, atol=0, rtol=0)
+
+
+def test_who_waits_for_words_and_who_for_the_grid(make_batch, programs_per_head):
+    programs_per_head(40)
+    many = make_batch(heads=(2, 2), lens=(2000,)).plan().device_plan
+    assert many.merge == MANY_PARTS and not many.watched
+    programs_per_head(2)
+    tall = make_batch(heads=(32, 1), lens=(200,) * 4, shared=[([0, 1, 2, 3], 12)]).plan().device_plan
+    assert tall.tall and not tall.watched
+
+
 def test_the_choice_follows_the_parts_of_a_row():
     assert [merge_config(n) for n in (0, 8, 8.1, 16, 16.5)] == [
         FEW_PARTS, FEW_PARTS, SOME_PARTS, SOME_PARTS, MANY_PARTS,

@@ -26,7 +26,7 @@ for shape, q, kv in json.loads(sys.argv[1]):
         kernel = compile_source(name, source, 90, options)
         ptx = kernel.asm["ptx"]
         words = (
-        "cp.async.c", "mma.sync", "wgmma.mma_async", "ldmatrix", "griddepcontrol",
+        "cp.async.cg", "mma.sync", "wgmma.mma_async", "ldmatrix", "griddepcontrol",
         "cvt.rn.f16x2.e4m3x2", "cache_hint", "ld.relaxed.gpu",
     )
         counts = {w: ptx.count(w) for w in words}
@@ -69,10 +69,10 @@ def test_shipped_configurations_compile_for_hopper(tmp_path, kv, heights):
         assert kernel["spilled"] <= (TALL_SPILL_LIMIT if tall else NARROW_SPILL_LIMIT), (name, kernel)
         assert kernel["shared"] <= 227 * 1024 and kernel["griddepcontrol"] >= 2
         assert kernel["wgmma.mma_async" if tall else "mma.sync"], (name, kernel)
-        assert kernel["cp.async.c"] >= 8, (name, kernel)
+        assert kernel["cp.async.cg"] >= 8, (name, kernel)
         assert bool(kernel["cvt.rn.f16x2.e4m3x2"]) == (kv == "float8_e4m3fn") or tall, (name, kernel)
         if name.endswith("_evicts"):  # every copy has the policy, and none lost it in the assembler
-            assert kernel["cache_hint"] == kernel["cp.async.c"] and kernel["kept"], (name, kernel)
+            assert kernel["cache_hint"] == kernel["cp.async.cg"] and kernel["kept"], (name, kernel)
         else:
             assert not kernel["cache_hint"], (name, kernel)
     assert merges <= set(built)

@@ -42,9 +42,11 @@ SPECS = st.builds(
     v_scale=st.floats(0, 1e30),
 )
 ALLOCATIONS = st.builds(CudaIpcAllocation, st.binary(min_size=64, max_size=64), st.integers(0, 2**64 - 1))
-ATTACHMENTS = st.builds(MemfdAttachment, TEXT, st.integers(0, 2**64 - 1)) | st.builds(
-    CudaIpcAttachment, st.binary(min_size=16, max_size=16), st.lists(ALLOCATIONS, max_size=3).map(tuple)
-) | st.builds(CudaFdAttachment, st.binary(min_size=16, max_size=16), TEXT, st.integers(0, 2**64 - 1))
+ATTACHMENTS = (
+    st.builds(MemfdAttachment, TEXT, st.integers(0, 2**64 - 1))
+    | st.builds(CudaIpcAttachment, st.binary(min_size=16, max_size=16), st.lists(ALLOCATIONS, max_size=3).map(tuple))
+    | st.builds(CudaFdAttachment, st.binary(min_size=16, max_size=16), TEXT, st.integers(0, 2**64 - 1))
+)
 EVENTS = (
     st.builds(GenerateStarted, U32, U32)
     | st.builds(GenerateTokens, st.lists(U32, max_size=5).map(tuple))

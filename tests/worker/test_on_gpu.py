@@ -213,8 +213,8 @@ def test_a_killed_holder_empties_the_cache_and_workers_move_to_the_new_pool(syst
 
 def test_memory_outlives_its_holder_and_goes_with_the_last_mapping(system):
     """CUDA promises both of memory shared by descriptor. A killed holder's is the same: the kernel closes for it."""
-    spec = pool_spec_for(find_model(system.model), num_blocks=1 << 17, block_size=16, dtype=KvDtype.FLOAT32)
-    size = 1 << 30
+    spec = pool_spec_for(find_model(system.model), num_blocks=1 << 20, block_size=16, dtype=KvDtype.FLOAT32)
+    size = 8 << 30  # far more than what other processes on the GPU take or give back meanwhile
     device = CudaDevice(0)
     assert pool_bytes(spec) == size
     torch.zeros(1, device="cuda")
@@ -229,10 +229,10 @@ def test_memory_outlives_its_holder_and_goes_with_the_last_mapping(system):
         attach(holder.describe(), expected=spec, device=GPU)
     del pool
     gc.collect()
-    assert before - device.free_bytes() >= size
+    assert before - device.free_bytes() > 0.75 * size
     del other
     gc.collect()
-    assert before - device.free_bytes() < size // 4
+    assert before - device.free_bytes() < 0.25 * size
 
 
 WRITE_BY_IPC = """

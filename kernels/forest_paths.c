@@ -1,9 +1,9 @@
 /* The first half of the cut of forest.py in C: order the tables, find the paths that sequences share.
  *
- * Compiled as one with forest_cut.c, forest_pack.c and forest_step.c, which follow. forest.py and token_cuts.py are the
- * definition and explain every step; functions here carry their names. Their constants come in as -D options (see
- * native_cut.py). The only global is a spare chunk of memory, which whoever frees one leaves and whoever needs one
- * takes, as fresh pages cost time.
+ * Compiled as one with forest_cut.c, forest_pack.c and forest_step.c, which follow. forest.py, forest_paths.py and
+ * token_cuts.py are the definition and explain every step; functions here carry their names. Their constants come in
+ * as -D options (see native_cut.py). The only global is a spare chunk of memory, which whoever frees one leaves and
+ * whoever needs one takes, as fresh pages cost time.
  */
 #include <math.h>
 #include <setjmp.h>

@@ -23,8 +23,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from radixpool.kernels.device_attend import LN2, LOG2E, NEG_INF
 
-# Polls before a row is given up and becomes NaN: seconds. Only a plan used by two streams at once gets there.
-PATIENCE = tl.constexpr(1 << 22)
+# Polls before a row is given up and becomes NaN: about a second. Only a plan used by two streams at once gets there.
+PATIENCE = tl.constexpr(1 << 20)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def either(a, b):
 
 @triton.jit
 def wait_for_any(PART_LSE, cells, wanted, phase, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Return once one of the wanted states is there, as far as its LSE tells: until then a poll is cheap."""
+    """Wait until one of the wanted states is there, as far as its LSE tells (a cheap poll); return how many polls."""
     tries = 0
     waiting = True
     while waiting & (tries < PATIENCE):
@@ -104,6 +104,7 @@ def wait_for_any(PART_LSE, cells, wanted, phase, BLOCK_N: tl.constexpr, INTERPRE
             fresh |= tl.where(here & ((lse & 1) == phase), 1, 0)
         waiting = tl.max(fresh) == 0
         tries += 1
+    return tries
 
 
 @triton.jit
@@ -146,7 +147,7 @@ def merge_step(
             found = tl.reduce(tl.where(left != 0, 1, 0) | tl.where(left != wanted, 2, 0), None, either)
             pending = found & 1 != 0
             if found == 1:
-                wait_for_any(PART_LSE, cells, left, phase, BLOCK_N, INTERPRETED)
+                tries += wait_for_any(PART_LSE, cells, left, phase, BLOCK_N, INTERPRETED)
             tries += 1
     else:
         lses, states = load_states(PART, PART_LSE, cells, column, left, lses, states, STATE, BLOCK_N, INTERPRETED)

@@ -174,7 +174,7 @@ def merge_programs(config: MergeConfig, num_q_heads: int) -> int:
     """Return how many programs join the heads of one row.
 
     >>> merge_programs(FEW_PARTS, 32), merge_programs(FEW_PARTS, 6), merge_programs(MANY_PARTS, 8)
-    (8, 2, 8)
+    (16, 3, 8)
     """
     return -(-num_q_heads // min(config.heads, next_power_of_two(num_q_heads)))
 

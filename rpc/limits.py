@@ -74,3 +74,13 @@ EXPIRY_SLICE_SEQUENCES: Final = 64
 """Sequences of expired clients that are aborted under one hold of the lock."""
 EXPIRY_SLICE_BLOCKS: Final = 16_384
 """Blocks after which such a hold ends, whatever the number of sequences; one sequence is always ended as a whole."""
+
+SERVER_PINGS: Final = (
+    # Clients ping every 10 s to notice a dead server; without this they would be cut off for it while an answer waits.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A frozen client must not keep a stream, and the thread behind it, for ever.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+"""gRPC options of managers and workers."""

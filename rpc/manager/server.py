@@ -58,12 +58,7 @@ _SERVER_OPTIONS: Final = (
     ("grpc.max_connection_idle_ms", limits.IDLE_CONNECTION_MS),
     # Else gRPC takes in megabytes of a request that no thread waits for, to keep a fast line busy that we do not have.
     ("grpc.http2.bdp_probe", 0),
-    # Clients ping every 10 s to notice a dead manager; without this they would be cut off for it.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # A frozen client must not keep a stream, and the thread behind it, for ever.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    *limits.SERVER_PINGS,
 )
 
 _BOUND = failpoint("manager.bound")

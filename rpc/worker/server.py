@@ -54,6 +54,7 @@ def start_server(servicer: WorkerServicer, *, listen: str, max_requests: int, cr
             ("grpc.max_connection_idle_ms", limits.IDLE_CONNECTION_MS),
             ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
+            *limits.SERVER_PINGS,
         ],
     )
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from radixpool.radix import Namespace, UnknownSequence
 from radixpool.rpc.client import WorkerClient
+from radixpool.rpc.client.channel import CHANNEL_OPTIONS
 from radixpool.rpc.errors import AddressInUse, LimitExceeded, ManagerUnavailable
 from radixpool.rpc.generation import FinishReason, GenerateFinished, GenerateStarted, GenerateTokens, SamplingParams
 from radixpool.rpc.operations import Acquire
@@ -189,6 +190,17 @@ def test_hanging_up_stops_the_generation_and_frees_its_blocks(worker, client):
     stream.close()
     wait_until(lambda: worker.harness.engine.status().running_sequences == 0)
     wait_until(lambda: worker.harness.cache.stats().held_blocks == 0)
+
+
+def test_a_client_that_waits_for_a_token_may_ping(make_harness, monkeypatch):
+    """At gRPC's default of one ping in 5 minutes a request that got nothing for long was cut off: too many pings."""
+    told = {}
+    make = grpc.server
+    monkeypatch.setattr(grpc, "server", lambda *args, **rest: told.update(rest["options"]) or make(*args, **rest))
+    Worker(make_harness()).close()
+    sent = dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"]
+    assert told["grpc.http2.min_ping_interval_without_data_ms"] < sent
+    assert told["grpc.keepalive_permit_without_calls"] == 1
 
 
 def test_hanging_up_while_waiting_leaves_the_queue(worker, client):

@@ -223,7 +223,7 @@ def test_top_goes_on_when_the_manager_comes_back(serve, socket_dir):
         while "held 0" not in top.stdout.readline():
             pass
         top.send_signal(signal.SIGINT)
-        assert top.wait(10) == 1
+        assert top.wait(30) == 1
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -145,7 +145,7 @@ static i64 split_sms(const Cut *c) {
     return max64(1, num_sms - few);
 }
 
-/* Give tall tiles of one height fewer programs where there is less in them than beside them, and narrow tiles the rest. */
+/* Give tall tiles of one height fewer programs where less is in them than beside them, and narrow tiles the rest. */
 static void share_out(const Cut *c, const i64 *tokens, i64 *programs) {
     const Batch *in = c->in;
     i64 narrow = 0;

@@ -2,7 +2,8 @@
 
 /* Where each section begins in one buffer of int32, and the programs launched; mirrored by forest_pack.Layout. */
 typedef struct {
-    i64 counts, marks, lens, rows, merge_rows, merge_starts, merge_parts, items[HEIGHTS], tables, table_stride, grids[HEIGHTS];
+    i64 counts, marks, lens, rows, merge_rows, merge_starts, merge_parts, items[HEIGHTS], tables;
+    i64 table_stride, grids[HEIGHTS];
 } Layout;
 
 static void write_record(i32 *record, const Piece *p) {

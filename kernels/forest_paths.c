@@ -25,7 +25,7 @@ typedef struct {
     double min_gain_bytes;
     i64 programs[HEIGHTS][2][2]; /* by height, presence of tall tiles, whether they run beside */
     i64 persistent, num_sms, num_kv_heads, sm_step, per_sm[HEIGHTS]; /* for tall and narrow tiles on SMs of their own */
-    i64 with_tall[HEIGHTS], beside_tall[HEIGHTS]; /* programs of an SM in a plan with tall tiles, and beside one of them */
+    i64 with_tall[HEIGHTS], beside_tall[HEIGHTS]; /* programs of an SM beside tall tiles: alone on it, with one */
 } Batch;
 
 /* Facts of the cut: how much `pack` will write; mirrored by forest_pack.CutFacts. */

@@ -72,7 +72,8 @@ i64 radixpool_advance(Watch *w, const i32 *lens, const i32 *rows, const i32 *col
 
 /* cuLaunchKernel with what stays from step to step; mirrored by plan_send.Bound. The kernel is device_step.py's. */
 typedef struct {
-    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                  void **);
     void *function, *lens, *tables;
     i64 threads, shared_bytes, num_seqs, stride;
 } Bound;
@@ -80,7 +81,7 @@ typedef struct {
 /* Launch the kernel that applies a message; return CUDA's error, 0 for none. */
 i64 radixpool_send(const Bound *b, void *stream, void *message, i64 num_changes, i64 ticket) {
     i32 changes = (i32)num_changes, number = (i32)ticket, num_seqs = (i32)b->num_seqs, stride = (i32)b->stride;
-    void *lens = b->lens, *tables = b->tables, *scratch = NULL; /* Triton adds two pointers to memory that it needs not */
+    void *lens = b->lens, *tables = b->tables, *scratch = NULL; /* Triton adds two pointers, unused here */
     void *arguments[] = {&message, &changes, &number, &lens, &tables, &num_seqs, &stride, &scratch, &scratch};
     return b->launch(b->function, 1, 1, 1, (unsigned)b->threads, 1, 1, (unsigned)b->shared_bytes, stream,
                      arguments, NULL);

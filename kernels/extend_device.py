@@ -144,12 +144,12 @@ def consume(
     zero = gl.zeros([ROWS, BN], gl.float32, s_layout)
     step = 0
     mbarrier.wait(full.index(0), 0)
-    fields = load_entry(ENTRIES, LIMITS, first, part_id, ROWS, G, row_layout)
     q = load_queries(Q, ENTRIES, ORDER, first, row_stride, head_stride, part_id, ROWS, G, D, BD, load_layout)
     for entry in range(first, last):
         q_tile.store(q)
         fence_async_shared()
         thread_barrier()
+        fields = load_entry(ENTRIES, LIMITS, entry, part_id, ROWS, G, row_layout)
         row_start, num_rows, begin, end, part, head, shortest, limit = fields
         begin = first_key(begin, end, shortest, window, PAGE, WINDOW)
         qk_scale = scale * LOG2E
@@ -191,12 +191,11 @@ def consume(
                 )  # fmt: skip
         step += tiles
         tokens = multiply_values(p16, v_buf.index((step - 1) % V_STAGES), acc)
-        # The next entry's queries and fields travel while this one's last product and its epilogue run.
+        # The next entry's queries travel while this one's last product and its epilogue run.
         q = load_queries(
             Q, ENTRIES, ORDER, gl.minimum(entry + 1, last - 1), row_stride, head_stride, part_id, ROWS, G, D, BD,
             load_layout,
         )  # fmt: skip
-        fields = load_entry(ENTRIES, LIMITS, gl.minimum(entry + 1, last - 1), part_id, ROWS, G, row_layout)
         acc, p16, _ = wait_product(tokens, p16, p16)
         total_of_row = gl.convert_layout(gl.sum(total, 1), row_layout)
         if part >= 0:

@@ -172,13 +172,13 @@ def consume(
     nothing = gl.program_id(1)
     step = 0
     mbarrier.wait(full.index(0), 0)
-    fields = load_entry(ENTRIES, LIMITS, first, part_id, ROWS, G, row_layout)
     q = load_queries(Q, ENTRIES, ORDER, first, row_stride, head_stride, part_id, ROWS, G, D, BD, load_layout)
     for entry in range(first, last):
         q8, q_scale = quantise_rows(q)
         q_tile.store(q8)
         fence_async_shared()
         thread_barrier()
+        fields = load_entry(ENTRIES, LIMITS, entry, part_id, ROWS, G, row_layout)
         row_start, num_rows, begin, end, part, head, shortest, limit = fields
         begin = first_key(begin, end, shortest, window, BN, WINDOW)
         factor = scale * LOG2E
@@ -227,7 +227,6 @@ def consume(
         )  # fmt: skip
         product = wait_mma(0, deps=[o_token])
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None] + product
-        fields = load_entry(ENTRIES, LIMITS, gl.minimum(entry + 1, last - 1), part_id, ROWS, G, row_layout)
         total_of_row = gl.convert_layout(gl.sum(total, 1), row_layout)
         if part >= 0:
             store_part(

@@ -58,17 +58,26 @@ def tasks(
             yield name, build_named, (case.spec, arch, name)
 
 
+def attempt(function: Callable[..., object], arguments: tuple[object, ...]) -> str:
+    """Call a function in this process; return what went wrong, as text: not every exception can be sent back."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        return repr(error)[:200]
+    return ""
+
+
 def compile_ahead(cases: list[Case], folder: Path | None, peers: list[str], *, jobs: int = 0) -> None:
     """Compile everything for these cases, `jobs` at a time (0: one a core); report what fails and how long it took."""
     major, minor = torch.cuda.get_device_capability()
     start, failed = time.perf_counter(), 0
     with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        waiting: dict[Future[object], str] = {
-            pool.submit(function, *arguments): name
+        waiting: dict[Future[str], str] = {
+            pool.submit(attempt, function, arguments): name
             for name, function, arguments in tasks(cases, folder, peers, 10 * major + minor)
         }
         for done in track(as_completed(waiting), "compiling", total=len(waiting)):
-            if error := done.exception():
+            if wrong := str(done.exception() or done.result()):  # an exception: the process died
                 failed += 1
-                print(f"{waiting[done]}: {error}"[:300], flush=True)
+                print(f"{waiting[done]}: {wrong}"[:300], flush=True)
     print(f"compiled {len(waiting) - failed} of {len(waiting)} in {time.perf_counter() - start:.0f} s", flush=True)

@@ -137,7 +137,7 @@ def soften(s, top, total, qk_scale, BN: gl.constexpr, MASKED: gl.constexpr, CAP:
     if MASKED:
         base = gl.where(new_top == NEG_INF, 0.0, new_top)
     p = gl.exp2(s * scale - base[:, None])
-    if BN < 128 and not MASKED:
+    if BN < 128 and s.shape[0] == 64 and not MASKED:
         p = pin(p, BN)  # else they are computed behind the wait for the product, which they should overlap
     shrink = gl.exp2(top - base)
     part = sum_in_thread(p, BN)

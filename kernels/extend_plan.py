@@ -31,6 +31,7 @@ TILE_OVERHEAD_TOKENS = 160  # prologue and epilogue of one tile, in tokens
 SPARE_BYTES = 2 * 1024  # shared memory for barriers, and for what reductions exchange
 MAX_STAGES = 4
 MIN_ROUNDS = 4  # tiles a multiprocessor from which on two may run as one
+MOSTLY_CACHED = 3 / 4  # tiles as long as that on average, in terms of the longest, read cached keys mostly
 MAX_ALONE = 8  # one tile of so many may be left alone then
 SHORT = 3 / 8  # tiles with less than so much of the longest one's work run last
 MIN_TILES_PER_WIDE_BLOCK = 3  # a widened block must be read by so many tiles: two pay for the copy
@@ -197,6 +198,8 @@ def schedule_extend(
     rows = forest.rows.astype(np.int64)
     limits = np.maximum(seq_lens.astype(np.int64)[rows[:, 1]] - rows[:, 2], 0)
     shortest, longest = span_extremes(limits, items[:, 0], items[:, 1])
+    if tile_rows > FAST_ROWS and longest.mean() > MOSTLY_CACHED * longest.max():
+        return None  # most keys are cached: measured 0.96 of the speed there, 1.04 where none is
     entries = np.zeros((len(items), ENTRY), np.int64)
     entries[:, :6] = items[:, :6]
     entries[:, 4] = np.maximum(np.minimum(items[:, 4], longest), items[:, 3] + 1)

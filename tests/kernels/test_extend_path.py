@@ -62,6 +62,7 @@ def test_two_items_run_as_one_tile_in_large_batches_only(make_batch, launches, m
     small.run()
     monkeypatch.setattr(extend_plan, "MIN_ROUNDS", 0)
     monkeypatch.setattr(extend_plan, "MAX_ALONE", 1)
+    monkeypatch.setattr(extend_plan, "MOSTLY_CACHED", 1)
     small.run(small.plan())
     narrow, wide = ((schedule, arguments["config"].tile_rows) for _, _, schedule, arguments in launches)
     assert (narrow[1], wide[1]) == (128, 256)
@@ -112,6 +113,7 @@ def test_plans_that_never_take_it(make_batch):
 def test_two_items_in_one_tile_on_a_gpu(make_batch, monkeypatch, lens, new, options):
     monkeypatch.setattr(extend_plan, "MIN_ROUNDS", 0)
     monkeypatch.setattr(extend_plan, "MAX_ALONE", 1)
+    monkeypatch.setattr(extend_plan, "MOSTLY_CACHED", 1)
     batch = make_batch(heads=(8, 2), head_dim=64, lens=lens, new=new, kv_dtype=torch.bfloat16)
     plan = batch.plan()
     batch.check(plan, **options)

@@ -20,17 +20,20 @@ from typing import Any
 from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
-# The policy is what createpolicy.fractional.L2::evict_first gives for 1.0.
-COPY = re.compile(r"cp\.async\.cg\.shared\.global \[ *(%r\d+) *\+ *(\d+) *\], (\[[^\]]*\]), 0x10(, %\w+)?;")
+# The policy is what createpolicy.fractional.L2::evict_first gives for 1.0. A copy behind a predicate stays as it is: PTX
+# has none for blocks.
+COPY = re.compile(
+    r"^([ \t]*)cp\.async\.cg\.shared\.global \[ *(%r\d+) *\+ *(\d+) *\], (\[[^\]]*\]), 0x10(, %\w+)?;", re.MULTILINE
+)
 HINTED = (
-    r"{ .reg .b64 policy; .reg .b32 place; min.u32 place, \1, 0xffffff; mov.b64 policy, 0x12F0000000000000;"
-    r" cp.async.cg.shared.global.L2::cache_hint [ place + \2 ], \3, 0x10\4, policy; }"
+    r"\1{ .reg .b64 policy; .reg .b32 place; min.u32 place, \2, 0xffffff; mov.b64 policy, 0x12F0000000000000;"
+    r" cp.async.cg.shared.global.L2::cache_hint [ place + \3 ], \4, 0x10\5, policy; }"
 )
 LOST = re.compile(r"LDGSTS\S* +\[R\d+\+UR")  # the form in which the policy is lost
 
 
 def evict_first(ptx: str) -> str:
-    """Return the PTX of one kernel with the evict-first policy on every 16-byte asynchronous copy."""
+    """Return the PTX of one kernel with the evict-first policy on every 16-byte asynchronous copy without predicate."""
     return COPY.sub(HINTED, ptx)
 
 
@@ -55,10 +58,14 @@ def with_hints(compile_with: Callable[[dict[str, Any]], Any], options: dict[str,
 
 
 def keeps_policy(cubin: bytes) -> bool:
-    """Return whether no copy has lost its policy. Takes the disassembler a third of a second."""
+    """Return whether no copy has lost its policy; not without a disassembler, which takes a third of a second."""
+    try:
+        disassembler = knobs.nvidia.nvdisasm.path
+    except RuntimeError:  # Triton was installed without it
+        return False
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        command = [disassembler, "-c", file.name]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.returncode == 0 and "LDGSTS" in result.stdout and not LOST.search(result.stdout)

@@ -12,7 +12,8 @@ from radixpool.kernels.launch import EVICT_FIRST_BYTES, evicts_first
 
 PLAIN = """
     cp.async.cg.shared.global [ %r189 + 0 ], [ %rd85 + 0 ], 0x10, %r198;
-    @%p3 cp.async.cg.shared.global [ %r7 + 2048 ], [ %rd86 + 16 ], 0x10;
+    cp.async.cg.shared.global [ %r7 + 2048 ], [ %rd86 + 16 ], 0x10;
+    @%p3 cp.async.cg.shared.global [ %r7 + 4096 ], [ %rd86 + 32 ], 0x10;
     cp.async.ca.shared.global [ %r8 + 0 ], [ %rd87 + 0 ], 0x4, %r199;
     cp.async.commit_group;
 """
@@ -72,3 +73,15 @@ def test_a_kernel_that_lost_its_policy_is_not_used(cache):
 
 def test_small_launches_evict_first():
     assert evicts_first(192 * 2**20) and evicts_first(EVICT_FIRST_BYTES) and not evicts_first(EVICT_FIRST_BYTES + 1)
+
+
+def test_without_a_disassembler_no_policy_counts_as_kept(monkeypatch):
+    """A hint must not be what keeps a server from attending."""
+
+    class Nvidia:
+        @property
+        def nvdisasm(self):
+            raise RuntimeError("Cannot find nvdisasm")
+
+    monkeypatch.setattr(cache_hints, "knobs", SimpleNamespace(nvidia=Nvidia()))
+    assert not cache_hints.keeps_policy(b"")

@@ -20,8 +20,8 @@ from typing import Any
 from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
-# The policy is what createpolicy.fractional.L2::evict_first gives for 1.0. A copy behind a predicate stays as it is: PTX
-# has none for blocks.
+# The policy is what createpolicy.fractional.L2::evict_first gives for 1.0. Copies behind a predicate stay as they are:
+# PTX has none for blocks.
 COPY = re.compile(
     r"^([ \t]*)cp\.async\.cg\.shared\.global \[ *(%r\d+) *\+ *(\d+) *\], (\[[^\]]*\]), 0x10(, %\w+)?;", re.MULTILINE
 )

@@ -128,9 +128,13 @@ def as_pairs(pool: Tensor) -> Tensor:
 
 
 class BoundCall:
-    """The launches of one plan for one kind of call: everything but the tensors, found once and kept with the plan."""
+    """The launches of one plan for one kind of call: everything but the tensors, found once and kept with the plan.
 
-    __slots__ = ("items", "merge")
+    A call that stops between them (Ctrl-C, a kernel that does not load) leaves states of the next call's phase: the plan
+    then begins as after a new cut (device_merge.py).
+    """
+
+    __slots__ = ("items", "marks", "merge")
 
     def __init__(
         self, plan: ForestPlan, features: Features, tensors: tuple[Tensor, ...], *, fast_rows: int = 0
@@ -139,7 +143,8 @@ class BoundCall:
         assert on_device is not None and on_device.workspace is not None
         q, k_pool, v_pool, k_scale, v_scale = tensors[:5]
         sections, work, tables = on_device.sections, on_device.workspace, on_device.tables
-        states = (work.part, work.part_lse, sections["marks"])
+        self.marks = sections["marks"]
+        states = (work.part, work.part_lse, self.marks)
         assert tables is not None
         scaled = features.head_scales or features.token_scales
         scales = (*scale_strides(k_scale), *scale_strides(v_scale)) if scaled else (0,) * 6
@@ -167,7 +172,7 @@ class BoundCall:
             self.merge = Launch(variant, grid, (*states, *lists), ())
 
     def first(self, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], kind: Any) -> None:
-        """Launch, once all is compiled: a call that attends and does not merge would put the phases out of step."""
+        """Launch, once all is compiled, so that what does not compile stops nothing half-way."""
         q, k_pool, v_pool, *others = tensors
         calls: list[tuple[Launch, tuple[Tensor, ...], tuple[float, ...]]] = []
         for launch, pairs in self.items:
@@ -177,15 +182,23 @@ class BoundCall:
             calls.append((self.merge, tensors[-3:], ()))
         for launch, given, values in calls:
             launch.prepare(given, values, kind)
-        for launch, given, values in calls:
-            launch.first(given, values, kind)
+        try:
+            for launch, given, values in calls:
+                launch.first(given, values, kind)
+        except BaseException:
+            self.marks.zero_()
+            raise
 
     def again(self, addresses: list[int], numbers: tuple[float, ...], stream: int) -> None:
         """Launch what `first` compiled."""
-        for launch, _ in self.items:
-            launch.again(addresses, numbers, stream)
-        if self.merge is not None:
-            self.merge.again(addresses[-3:], (), stream)
+        try:
+            for launch, _ in self.items:
+                launch.again(addresses, numbers, stream)
+            if self.merge is not None:
+                self.merge.again(addresses[-3:], (), stream)
+        except BaseException:
+            self.marks.zero_()
+            raise
 
 
 def attention(

@@ -23,6 +23,7 @@ from radixpool.kernels.launch import (
     merge_programs,
 )
 from radixpool.kernels.triton_backend import Features, merge_variant
+from radixpool.kernels.variant import Launch
 
 COUNTS = [0, 1, 5, 9, 17, 40]
 
@@ -136,6 +137,34 @@ def test_calls_and_new_cuts_of_one_plan_follow_one_another(make_batch, programs_
     fresh_plan = fresh.plan()
     fresh_plan.update(fresh.tables, torch.tensor([200, 20]))
     torch.testing.assert_close(fresh.run(fresh_plan)[0], shorter, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("stopped_at", [0, 1])
+def test_a_call_that_stops_between_its_launches_begins_the_phases_anew(
+    make_batch, programs_per_head, monkeypatch, stopped_at
+):
+    """Its states have the phase of the next call: a merge that looked at words alone could take them for that one's."""
+    programs_per_head(4)
+    batch = make_batch(lens=(400, 30))
+    plan = batch.plan()
+    want, _ = batch.run(plan)
+    marks = plan.device_plan.sections["marks"]
+    assert marks.any()
+    launch, seen = Launch.first, []
+
+    def stop(self, *arguments):
+        seen.append(self)
+        if len(seen) > stopped_at:
+            raise KeyboardInterrupt
+        launch(self, *arguments)
+
+    plan.device_plan.bound.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Launch, "first", stop)
+        with pytest.raises(KeyboardInterrupt):
+            batch.run(plan)
+    assert not marks.any()
+    torch.testing.assert_close(batch.run(plan)[0], want, atol=0, rtol=0)
 
 
 def test_who_waits_for_words_and_who_for_the_grid(make_batch, programs_per_head):

@@ -8,15 +8,18 @@ from its sequence number.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from radixpool.radix.errors import EventsLost
 from radixpool.radix.namespace import Namespace
 
-__all__ = ["Cleared", "Event", "EventLog", "Removed", "Snapshot", "Stored"]
+__all__ = ["MAX_RUN_BYTES", "Cleared", "Event", "EventLog", "Removed", "Snapshot", "Stored", "runs_to_tell"]
 
 NO_PARENT = -1
+MAX_RUN_BYTES = 1 << 20
+"""Packed tokens of one `Stored`: a longer run is told as several, so that whoever sends events can bound a message."""
 
 
 class Stored(NamedTuple):
@@ -61,6 +64,24 @@ class Cleared(NamedTuple):
 Event = Stored | Removed | Cleared
 
 
+def runs_to_tell(parent: int, start: int, tokens: bytes, blocks: bytes) -> Sequence[tuple[int, int, bytes, bytes]]:
+    """Cut a run where it is longer than one event may be; each part with its parent and start. O(length).
+
+    >>> [(parent, start, len(blocks)) for parent, start, _, blocks in runs_to_tell(-1, 0, bytes(3 << 20), bytes(12))]
+    [(-1, 0, 4), (0, 1, 4), (0, 2, 4)]
+    """
+    if len(tokens) <= MAX_RUN_BYTES:
+        return ((parent, start, tokens, blocks),)
+    stride = len(tokens) // (len(blocks) >> 2)
+    count = max(1, MAX_RUN_BYTES // stride)
+    parts = []
+    for first in range(0, len(blocks) >> 2, count):
+        part = blocks[4 * first : 4 * (first + count)]
+        parts.append((parent, start + first, tokens[first * stride : (first + count) * stride], part))
+        parent = int.from_bytes(part[-4:], "little")
+    return parts
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All findable runs, parents first, as of event `seq`: apply it to an empty index and go on with `seq + 1`."""
@@ -102,9 +123,10 @@ class EventLog:
             self._events.clear()
 
     def stored(self, namespace: Namespace, parent: int, start: int, tokens: bytes, blocks: bytes, media: bytes) -> None:
-        """Append a `Stored`. O(1)."""
-        self.last_seq += 1
-        self._events.append(Stored(self.last_seq, namespace, parent, start, tokens, blocks, media))
+        """Append a `Stored`, of a very long run several. O(1)."""
+        for part in runs_to_tell(parent, start, tokens, blocks):
+            self.last_seq += 1
+            self._events.append(Stored(self.last_seq, namespace, *part, media))
 
     def removed(self, namespace: Namespace, blocks: bytes) -> None:
         """Append a `Removed`. O(1)."""

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from radixpool.radix.checking import check_cache
-from radixpool.radix.events import Snapshot, Stored
+from radixpool.radix.events import Snapshot, Stored, runs_to_tell
 from radixpool.radix.flushing import Flushing
 from radixpool.radix.namespace import Namespace
 from radixpool.radix.node import Node, Root
@@ -150,7 +150,8 @@ class Inspection(Flushing):
             for node in self._subtree(root)[1:]:
                 before = node.parent.blocks[-4:]
                 parent = int.from_bytes(before, "little") if before else -1
-                stored.append(Stored(seq, root.namespace, parent, node.start, node.key, node.blocks, node.media))
+                for part in runs_to_tell(parent, node.start, node.key, node.blocks):
+                    stored.append(Stored(seq, root.namespace, *part, node.media))
         return Snapshot(seq, tuple(stored))
 
     def holders(self, block_id: int) -> tuple[Sequence, ...]:

@@ -185,3 +185,21 @@ def test_long_runs_come_in_messages_of_the_size_that_is_allowed(make_server):
         fresh.load(Snapshot(last_seq(server), tuple(snapshot)))
         for prompt in prompts[::16]:
             assert len(told.match(prompt)) == len(fresh.match(prompt)) == 17_000 // 16
+
+
+def test_one_run_larger_than_a_message_is_told_in_parts(make_server):
+    """A prompt is told with its block ids: while a very long one was cached, nobody could subscribe."""
+    server = make_server(num_blocks=400_000, block_size=2)
+    with Client(server.address) as client:
+        live = client.subscribe_events()
+        next(live)
+        prompt = range(720_000)
+        keep(client, prompt)
+        told, fresh = EventIndex(block_size=2), EventIndex(block_size=2)
+        told.load(Snapshot(0, ()))
+        for batch in take(live, last_seq(server)):
+            for event in batch.events:
+                told.apply(event)
+        snapshot = [event for batch in itertools.islice(client.subscribe_events(), 2) for event in batch.events]
+        fresh.load(Snapshot(last_seq(server), tuple(snapshot)))
+        assert len(told.match(prompt)) == len(fresh.match(prompt)) == len(prompt) // 2

@@ -114,6 +114,8 @@ def continue_through_losses(
             for event in generate(sequence.handle, generation.rest()):
                 if (seen := generation.take(event)) is not None:
                     yield seen
+                if generation.is_over:
+                    return  # a loss after the last event is none
             generation.ended()
         except LOSSES as loss:
             if (last := generation.lost(loss)) is not None:
@@ -137,6 +139,8 @@ async def continue_through_losses_async(
                 async for event in events:
                     if (seen := generation.take(event)) is not None:
                         yield seen
+                    if generation.is_over:
+                        return
             generation.ended()
         except LOSSES as loss:
             if (last := generation.lost(loss)) is not None:

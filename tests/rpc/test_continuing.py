@@ -190,6 +190,22 @@ def test_other_errors_are_the_callers(server: ManagerServer, client: Client, run
         run(server.address, generate)
 
 
+@pytest.mark.parametrize("error", [SequenceLost("with the manager"), ManagerUnavailable("the worker")])
+def test_what_is_lost_after_the_last_event_is_no_matter(
+    server: ManagerServer, client: Client, run: Run, error: Exception
+) -> None:
+    """Its reader has everything; the sequence is not acquired once more either."""
+
+    def generate(_handle: bytes, _sampling: SamplingParams) -> Iterator[GenerateEvent]:
+        yield GenerateStarted(10, 0)
+        yield GenerateTokens((7,))
+        yield GenerateFinished(FinishReason.STOP, 10, 0, 1)
+        raise error
+
+    assert tokens_of(run(server.address, generate)) == [7]
+    assert client.stats().cache.admitted_requests == 1
+
+
 def test_a_stream_that_just_ends_is_an_error(server: ManagerServer, client: Client, run: Run) -> None:
     def generate(_handle: bytes, _sampling: SamplingParams) -> Iterator[GenerateEvent]:
         yield GenerateStarted(10, 0)

@@ -130,8 +130,8 @@ def as_pairs(pool: Tensor) -> Tensor:
 class BoundCall:
     """The launches of one plan for one kind of call: everything but the tensors, found once and kept with the plan.
 
-    A call that stops between them (Ctrl-C, a kernel that does not load) leaves states of the next call's phase: the plan
-    then begins as after a new cut (device_merge.py).
+    A call that stops between them (Ctrl-C, a kernel that does not load) leaves states of the next call's phase: the
+    plan then begins as after a new cut (device_merge.py).
     """
 
     __slots__ = ("items", "marks", "merge")

@@ -5,6 +5,7 @@ Without a CUDA device the Triton kernels run in Triton's interpreter, which must
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,6 +144,26 @@ def programs_per_head(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int
 
     yield fix
     native_cut.fixed_fields.cache_clear()
+
+
+def carried_by_outer_loops(loops: list[str]) -> list[int]:
+    """Return how many values each loop carries that is in no other, from the lines of the IR that begin a loop."""
+    counts, open_loops = [], []
+    for line in loops:
+        indent = len(line) - len(line.lstrip())
+        while open_loops and indent <= open_loops[-1]:
+            open_loops.pop()
+        found = re.match(r" *(?:%[\w.]+(?::(\d+))? = )?scf\.", line)
+        if not open_loops:
+            counts.append(int(found[1] or "=" in found[0]))
+        open_loops.append(indent)
+    return counts
+
+
+@pytest.fixture
+def carried() -> Callable[[list[str]], list[int]]:
+    """Return `carried_by_outer_loops`. Triton 3.6 loses a carried value that only bounds a loop inside."""
+    return carried_by_outer_loops
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ for shape, q, kv in json.loads(sys.argv[1]):
         counts = {w: ptx.count(w) for w in words}
         if counts["cache_hint"]:
             counts["kept"] = keeps_policy(kernel.asm["cubin"])
+        counts["loops"] = [x for x in kernel.asm["ttgir"].splitlines() if "scf.for" in x or "scf.while" in x]
         built.append({"name": name, "spilled": kernel.spill_bytes, "shared": kernel.shared_bytes, **counts})
 print(json.dumps(built))
 """
@@ -55,7 +56,7 @@ def outside(code, *arguments, cache):
     ],
     ids=["bf16", "fp8"],
 )
-def test_shipped_configurations_compile_for_hopper(tmp_path, kv, heights):
+def test_shipped_configurations_compile_for_hopper(tmp_path, carried, kv, heights):
     """Case 52: every shipped pipeline depth, for both kinds of KV."""
     merges = {f"merge_d128_{parts}" for parts in ("few", "few_watched", "some", "many")}
     wanted = (*heights, *merges)
@@ -75,7 +76,12 @@ def test_shipped_configurations_compile_for_hopper(tmp_path, kv, heights):
             assert kernel["cache_hint"] == kernel["cp.async.cg"] and kernel["kept"], (name, kernel)
         else:
             assert not kernel["cache_hint"], (name, kernel)
+        # all fields of the next item; how many tokens all rows see is used where whole tiles are split off
+        assert carried(kernel["loops"]) == [8 if tall else 7], (name, kernel["loops"])
     assert merges <= set(built)
+    for name, in_flight in (("few", 8), ("few_watched", 8), ("some", 16), ("many", 16)):
+        # maximum, denominator, four columns, the numbers of the next states
+        assert carried(built[f"merge_d128_{name}"]["loops"]) == [6 + in_flight]
     assert all(built[name]["ld.relaxed.gpu"] for name in merges)
 
 

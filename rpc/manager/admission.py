@@ -134,7 +134,7 @@ def _message(inner: Behavior) -> Behavior:
 
 
 def _each_message(inner: Behavior) -> Behavior:
-    """Unpack the requests of a stream: each counts until the next one is asked for, the last one until the end."""
+    """Unpack the requests of a stream: each counts until it is answered, whether or not the answer is read."""
 
     def call(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         large: _Large | None = None
@@ -147,10 +147,13 @@ def _each_message(inner: Behavior) -> Behavior:
                     continue
                 large = request
                 yield request.message
-                request.done()
 
         try:
-            yield from inner(messages(), context)
+            for response in inner(messages(), context):
+                if large is not None:
+                    large.done()
+                    large = None
+                yield response
         finally:
             if large is not None:
                 large.done()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -23,7 +24,7 @@ from radixpool.rpc import operations as ops
 from radixpool.rpc.client import NO_RETRY, Client, ClientOptions
 from radixpool.rpc.errors import Overloaded
 from radixpool.rpc.manager import ManagerOptions, ManagerServer
-from radixpool.rpc.manager.admission import RequestBytes
+from radixpool.rpc.manager.admission import AdmissionInterceptor, RequestBytes
 from radixpool.rpc.metrics import ObserverInterceptor, RpcMetrics
 from radixpool.rpc.security.client import ClientSecurity
 from radixpool.rpc.security.interceptor import AuthInterceptor, LocalAuthenticator
@@ -174,6 +175,26 @@ def test_an_idle_session_holds_no_request(socket_dir, monkeypatch, eventually):
             eventually(lambda: sys.getrefcount(seen[-1]) == 2)  # the list's and the argument's
         assert not server.admission.in_flight.taken
     server.stop(0)
+
+
+def test_a_streams_request_counts_until_it_is_answered_not_until_the_answer_is_read():
+    """Four sessions whose clients read no answers kept everybody's large requests out."""
+    taken: list[int] = []
+
+    def answer(requests: Iterator[bytes], _context: Any) -> Iterator[int]:
+        for request in requests:
+            taken.append(admission.in_flight.taken)
+            yield len(request)
+
+    admission = AdmissionInterceptor()
+    inner = grpc.stream_stream_rpc_method_handler(answer, request_deserializer=bytes)
+    handler = admission.intercept_service(lambda _details: inner, SimpleNamespace(method="/service/Stream"))
+    assert handler is not None
+    responses = handler.stream_stream(map(handler.request_deserializer, [LARGE, LARGE]), None)
+    for _ in range(2):
+        assert next(responses) == len(LARGE)
+        assert admission.in_flight.taken == 0
+    assert taken == [len(LARGE)] * 2
 
 
 def test_streams_go_on_while_every_thread_of_unary_calls_waits(server, client):

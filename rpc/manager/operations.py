@@ -40,6 +40,8 @@ _STEPS_COMPLETED = failpoint("steps.completed")
 _HALF = failpoint("batch.half")
 TOKEN_BYTES: Final = 4
 BLOCK_ID_BYTES: Final = 4
+_REMAP_BYTES: Final = 20
+"""What a commit answers at most of a block that another sequence has committed before."""
 _REMEMBERED_NAMESPACE_BYTES: Final = 512
 """The longest namespace message that is remembered, so that what is kept is bounded."""
 
@@ -229,6 +231,8 @@ class Operations:
     def _commit(self, lease: Lease, request: cache_pb2.CommitRequest, reply: cache_pb2.CommitResponse) -> None:
         held = self._find(lease, request.handle)
         sequence = held.sequence
+        new_tokens = min(request.upto_tokens, sequence.num_tokens) - sequence.committed_tokens
+        self._room.take(max(0, new_tokens) // self._cache.block_size * _REMAP_BYTES)
         committed = self._commit_blocks(held, request.upto_tokens, self._steps.fence(held, lease))
         reply.committed_tokens = committed.committed_tokens
         for remap in committed.remaps:

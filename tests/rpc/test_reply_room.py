@@ -78,6 +78,22 @@ def test_a_reserve_whose_table_does_not_fit_is_refused(make_server, monkeypatch)
             assert client.stats().cache.held_blocks == 1
 
 
+def test_a_commit_whose_remaps_do_not_fit_is_refused_before_it_happens(make_server, monkeypatch):
+    """Every block may be there already. It was committed, and nobody learned which blocks had taken their place."""
+    monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 100_000)
+    with Client(make_server(num_blocks=NUM_BLOCKS).address) as client:
+        first, second = client.acquire(PROMPT), client.acquire(PROMPT)
+        with pytest.raises(LimitExceeded, match="100000"):
+            first.commit(len(PROMPT))
+        for sequence in (first, second):
+            for upto in range(10_000, len(PROMPT) + 1, 10_000):
+                sequence.commit(upto)
+        assert second.block_table.tolist() == first.block_table.tolist()
+        assert client.batch([ops.Commit(second.handle, len(PROMPT))])[0].committed_tokens == len(PROMPT)
+        third = client.acquire(PROMPT, max_hit=0)
+        third.release(commit_upto=len(PROMPT))  # its answer has no remaps
+
+
 def test_a_step_whose_new_blocks_do_not_fit_is_refused_as_a_whole(make_server, monkeypatch):
     """With small blocks the answer is larger than the request; it was run, and its answer never came."""
     monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 100_000)

@@ -74,15 +74,6 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def tile_rows_for(rows: int) -> int:
-    """Return the tile height for a group of `rows` packed query rows.
-
-    >>> [tile_rows_for(n) for n in (1, 16, 17, 128, 1000)]
-    [16, 16, 32, 128, 128]
-    """
-    return next(t for t in TILE_ROWS if t >= rows or t == TILE_ROWS[-1])
-
-
 @functools.cache
 def tuning_table() -> dict[str, dict[str, dict[str, int | bool]]]:
     """Return the shipped table: architecture -> "kv bytes/head dim/tile rows" -> TileConfig fields."""

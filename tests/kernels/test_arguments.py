@@ -24,7 +24,6 @@ from radixpool.kernels.launch import (
     ctas_per_head,
     fit_shared_memory,
     tile_config,
-    tile_rows_for,
     tuning_table,
     uses_pairs,
 )
@@ -209,10 +208,6 @@ def test_gathers_and_merges():
 def test_the_backend_follows_the_device():
     assert choose_backend("cpu") == "torch" and choose_backend("cuda") == "triton"
     assert choose_backend("cuda", "torch") == "torch"
-
-
-def test_tile_heights_hold_their_rows():
-    assert [tile_rows_for(n) for n in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 120])

@@ -9,20 +9,22 @@ from typing import Any, Final
 
 import grpc
 
-from radixpool.radix import NodeInfo, TenantUsage
+from radixpool.radix import TenantUsage
 from radixpool.radix.errors import InvariantViolation
 from radixpool.rpc import limits
 from radixpool.rpc.advice import advice_to_wire
 from radixpool.rpc.manager import steering
 from radixpool.rpc.manager.engine import Engine
-from radixpool.rpc.manager.operations import BLOCK_ID_BYTES, checked_namespace
+from radixpool.rpc.manager.operations import checked_namespace
 from radixpool.rpc.manager.subscriptions import Subscription
 from radixpool.rpc.manager.views import Views
 from radixpool.v1 import admin_pb2 as pb
 from radixpool.v1 import admin_pb2_grpc, cache_pb2
 
-_NODE_BYTES: Final = 256
-"""What a node takes in an answer besides its block ids, a namespace of usual length included."""
+_FIELD_BYTES: Final = 8
+"""What a node takes in an answer besides its own bytes."""
+_REST_BYTES: Final = 256
+"""What an answer takes besides its nodes."""
 _CACHE_FIELDS = tuple(field.name for field in pb.CacheStats.DESCRIPTOR.fields)
 
 
@@ -73,10 +75,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         count = _bounded("max_nodes", request.max_nodes)
         namespace = checked_namespace(request.namespace) if request.HasField("namespace") else None
         with self._engine.lock:
-            nodes = list(_fitting(itertools.islice(self._engine.cache.nodes(namespace), count)))
+            nodes = list(itertools.islice(self._engine.cache.nodes(namespace), count))
             total = self._engine.cache.stats().num_nodes
         reply = pb.InspectTreeResponse(
-            nodes=map(self._views.node, nodes), total_nodes=total, block_size=self._engine.options.block_size
+            nodes=_fitting(map(self._views.node, nodes)), total_nodes=total, block_size=self._engine.options.block_size
         )
         self._engine.stamp(reply.header)
         return reply
@@ -179,11 +181,11 @@ def _bounded(field: str, value: int) -> int:
     return value or limits.DEFAULT_INSPECTED
 
 
-def _fitting(nodes: Iterable[NodeInfo]) -> Iterator[NodeInfo]:
+def _fitting(nodes: Iterable[pb.TreeNode]) -> Iterator[pb.TreeNode]:
     """Yield the nodes that one message has room for."""
-    room = limits.MAX_MESSAGE_BYTES - _NODE_BYTES
+    room = limits.MAX_MESSAGE_BYTES - _REST_BYTES
     for node in nodes:
-        room -= _NODE_BYTES + BLOCK_ID_BYTES * len(node.blocks)
+        room -= _FIELD_BYTES + node.ByteSize()
         if room < 0:
             return
         yield node

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from radixpool.radix import Namespace
 from radixpool.rpc import limits
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import Client, Step
@@ -116,3 +117,14 @@ def test_a_tree_is_shown_as_far_as_a_message_goes(client, monkeypatch):
     monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 100_000)
     view = client.inspect_tree()
     assert (len(view.nodes), view.total_nodes) == (2, 4)
+
+
+def test_long_namespaces_count_in_a_tree_too(client, monkeypatch):
+    for number in range(60):
+        with client.acquire(PROMPT[:8], namespace=Namespace("m" * 500, "r" * 500, "a" * 500, tenant=f"t{number}")) as seq:
+            seq.commit(8)
+    assert len(client.inspect_tree().nodes) == 60
+    monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 50_000)
+    view = client.inspect_tree()
+    assert 25 < len(view.nodes) < 50_000 / 1500
+    assert view.total_nodes == 60

@@ -121,7 +121,8 @@ def test_a_tree_is_shown_as_far_as_a_message_goes(client, monkeypatch):
 
 def test_long_namespaces_count_in_a_tree_too(client, monkeypatch):
     for number in range(60):
-        with client.acquire(PROMPT[:8], namespace=Namespace("m" * 500, "r" * 500, "a" * 500, tenant=f"t{number}")) as seq:
+        namespace = Namespace("m" * 500, "r" * 500, "a" * 500, tenant=f"t{number}")
+        with client.acquire(PROMPT[:8], namespace=namespace) as seq:
             seq.commit(8)
     assert len(client.inspect_tree().nodes) == 60
     monkeypatch.setattr(limits, "MAX_MESSAGE_BYTES", 50_000)

@@ -6,6 +6,7 @@ Imports Gluon only where the answer can be yes.
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -63,8 +64,11 @@ class FastExtend:
 
 
 def gluon_launcher() -> Any | None:
-    """Return the module that launches the fast kernel, or None where Triton has no Gluon for it."""
+    """Return the module that launches the fast kernel, or None where Triton has no Gluon for it (before 3.6)."""
     try:
+        gluon = importlib.import_module("triton.experimental.gluon.language")
+        if "functions_and_args" not in inspect.signature(gluon.warp_specialize).parameters:
+            return None
         return importlib.import_module("radixpool.kernels.extend_launch")
     except (ImportError, AttributeError):
         return None

@@ -1,5 +1,6 @@
 """Who takes the fast extend path, and what it is handed: its kernel is replaced by a recorder, so no GPU is needed."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -118,3 +119,18 @@ def test_two_items_in_one_tile_on_a_gpu(make_batch, monkeypatch, lens, new, opti
     plan = batch.plan()
     batch.check(plan, **options)
     assert plan.fast["full"].config.tile_rows == 256
+
+
+def test_a_gluon_of_another_form_leaves_all_to_the_plain_kernel(monkeypatch):
+    """Triton 3.5 has a Gluon too, but its warp_specialize takes other arguments: the kernel would not compile."""
+    gluon = pytest.importorskip("triton.experimental.gluon.language")
+    if "functions_and_args" not in inspect.signature(gluon.warp_specialize).parameters:
+        assert extend_path.gluon_launcher() is None
+        return
+    assert extend_path.gluon_launcher() is not None
+
+    def warp_specialize(default_args, default_partition, worker_args, worker_partitions):
+        raise NotImplementedError
+
+    monkeypatch.setattr(gluon, "warp_specialize", warp_specialize)
+    assert extend_path.gluon_launcher() is None

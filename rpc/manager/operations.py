@@ -67,10 +67,10 @@ class Operations:
         self._handles = handles
         self._steps = steps
         self._on_refusal = on_refusal
-        self._stepping = Stepping(cache, handles, steps, on_refusal=on_refusal)
+        self._room = ReplyRoom()
+        self._stepping = Stepping(cache, handles, steps, room=self._room, on_refusal=on_refusal)
         self._shadow = shadow
         self._removals = removals
-        self._room = ReplyRoom()
         self._handlers: dict[str, Handler] = {
             "acquire": self._acquire,
             "extend": self._extend,

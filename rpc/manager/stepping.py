@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from typing import Final
 
 from radixpool.radix import RadixCache
 from radixpool.radix.errors import RadixPoolError
 from radixpool.rpc.failpoints import failpoint
 from radixpool.rpc.manager.handles import HandleTable, Held
 from radixpool.rpc.manager.leases import Lease
+from radixpool.rpc.manager.reply_room import ReplyRoom
 from radixpool.rpc.manager.steps import WorkerSteps
 from radixpool.rpc.status import row_of, status_from_error
 from radixpool.rpc.step_columns import StepRows
@@ -25,17 +27,28 @@ _FINDABLE = failpoint("commit.findable")
 _REMAPPED = failpoint("commit.remapped")
 _HALF = failpoint("batch.half")
 _REFUSALS = (RadixPoolError, ValueError, TypeError)
+_REMAP_BYTES: Final = 16
+_REMAPS_OF_A_ROW: Final = 8
+"""Blocks that a row may commit without being asked what it would answer: every answer has room for their remaps."""
 
 
 class Stepping:
-    """Runs steps over one cache and its handles. `on_refusal` hears the reason of each row's error."""
+    """Runs steps over one cache and its handles. `room` is that of the reply; `on_refusal` hears why a row is refused."""
 
     def __init__(
-        self, cache: RadixCache, handles: HandleTable, steps: WorkerSteps, *, on_refusal: Callable[[str], None]
+        self,
+        cache: RadixCache,
+        handles: HandleTable,
+        steps: WorkerSteps,
+        *,
+        room: ReplyRoom,
+        on_refusal: Callable[[str], None],
     ) -> None:
         self._cache = cache
         self._handles = handles
         self._steps = steps
+        self._room = room
+        self._counted_tokens = _REMAPS_OF_A_ROW * cache.block_size
         self._on_refusal = on_refusal
 
     def run(self, lease: Lease, rows: StepRows, result: cache_pb2.StepUpdateResult) -> None:
@@ -75,8 +88,11 @@ class Stepping:
             self._refuse(result.errors.add(row=row), failure)
 
     def _commit(self, row: int, held: Held, upto: int, fence: dict[str, int], answer: _Answer) -> None:
-        _COMMIT_BEGUN()
+        new_tokens = min(upto, held.sequence.num_tokens) - held.sequence.committed_tokens
         try:
+            if new_tokens > self._counted_tokens:
+                self._room.take(new_tokens // self._cache.block_size * _REMAP_BYTES)
+            _COMMIT_BEGUN()
             done = self._cache.commit(held.sequence, upto, after_step=fence)
         except _REFUSALS as error:
             answer.errors.setdefault(row, error)

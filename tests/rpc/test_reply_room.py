@@ -92,6 +92,11 @@ def test_a_commit_whose_remaps_do_not_fit_is_refused_before_it_happens(make_serv
         assert second.block_table.tolist() == first.block_table.tolist()
         assert client.batch([ops.Commit(second.handle, len(PROMPT))])[0].committed_tokens == len(PROMPT)
         third = client.acquire(PROMPT, max_hit=0)
+        stepped = client.step(Step(handles=[third.handle], commit_upto_tokens=[len(PROMPT)]))
+        assert isinstance(stepped.errors[0], LimitExceeded)
+        assert stepped.committed_tokens.tolist() == [0]
+        stepped = client.step(Step(handles=[third.handle], commit_upto_tokens=[8_000]))
+        assert (stepped.errors, stepped.committed_tokens.tolist()) == ({}, [8_000])
         third.release(commit_upto=len(PROMPT))  # its answer has no remaps
 
 

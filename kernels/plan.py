@@ -136,7 +136,11 @@ class ForestPlan:
         if count == NO_GROWTH:
             sender.give_back(message)
             return False
-        sender.send(message, count)
+        try:
+            sender.send(message, count)
+        except BaseException:
+            on_device.facts = on_device.facts._replace(growable=0)  # the watch is ahead of the device: cut anew
+            raise
         if self.block_tables.shape[1] != watch.state.width:
             self.block_tables = watch.tables
         self.seq_lens, self.fast = lens.copy(), None

@@ -215,6 +215,33 @@ def test_a_message_that_is_not_sent_is_given_back(make_batch):
     assert list(ring) == waiting
 
 
+@pytest.mark.parametrize("kind", ["update", "advance"])
+def test_a_step_that_could_not_be_sent_is_made_up_for(make_batch, monkeypatch, kind):
+    """The host has moved on when sending fails (Ctrl-C, a full disk under the compiler): the next step is a new cut."""
+    plan_send = pytest.importorskip("radixpool.kernels.plan_send")
+    batch = make_batch(block_size=4, lens=(46, 33))
+    whole, lens = batch.tables.numpy(), [39, 31]
+    plan = plan_forest(whole[:, :10], lens, spec=batch.spec)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    def step():
+        if kind == "update":
+            return plan.update(whole, list(batch.lens))
+        return plan.advance(list(batch.lens), **entries(whole, lens, batch.lens, 4))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_send.StepSender, "send", fail)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+    assert plan.seq_lens.tolist() == lens
+    assert not step() and plan.seq_lens.tolist() == list(batch.lens)
+    for row, n in enumerate(batch.lens):
+        assert (device_tables(plan)[row, : -(-n // 4)] == whole[row, : -(-n // 4)]).all()
+    batch.check(plan)
+
+
 def test_the_driver_is_handed_what_the_kernel_takes(make_batch):
     """C launches without Triton: the arguments of `apply_step` in their order, and two more that Triton adds."""
     code = native_cut.library()

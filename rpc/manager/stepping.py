@@ -33,7 +33,7 @@ _REMAPS_OF_A_ROW: Final = 8
 
 
 class Stepping:
-    """Runs steps over one cache and its handles. `room` is that of the reply; `on_refusal` hears why a row is refused."""
+    """Runs steps over one cache and its handles. `room` is that of the reply; `on_refusal` hears of refused rows."""
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from radixpool.kernels.tree_mask import TreeMask
 
 MAX_DECODE_QUERY_LEN = 8
 MAX_KINDS = 64  # kinds of calls that a plan remembers as checked
+MAX_WINDOW = 2**31 - 1  # tokens: kernels take int32, and no sequence is longer
 
 
 @functools.lru_cache(maxsize=32)
@@ -155,9 +156,9 @@ def extend(
         checks.check_table_bounds(plan, k_pool.shape[0])
     impl = implementation(plan.spec.backend, q.device)
     impl.attention(
-        q, k_pool, v_pool, plan, scale=1 / math.sqrt(q.shape[2]) if scale is None else scale, window=window,
-        soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, kind=kind, tree=tree,
-        alibi_slopes=alibi_slopes, precision=precision,
+        q, k_pool, v_pool, plan, scale=1 / math.sqrt(q.shape[2]) if scale is None else scale,
+        window=min(window, MAX_WINDOW), soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out,
+        lse=lse, kind=kind, tree=tree, alibi_slopes=alibi_slopes, precision=precision,
     )  # fmt: skip
     return out
 

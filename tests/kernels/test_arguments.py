@@ -1,6 +1,7 @@
 """Bad arguments: one error before any launch: the tensor, what was expected, what came; nothing is changed."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +112,17 @@ def test_attention(change, error, message, warm):
         extend(plan=plan, **arguments, k_scale=1.0, v_scale=1.0)
     with pytest.raises(error, match=message):
         extend(plan=plan, **{**arguments, **change})
+
+
+def test_a_window_beyond_int32_reaches_kernels_as_the_largest(monkeypatch):
+    """They take int32; no sequence is longer, so the result is the same."""
+    handed = []
+    recorder = SimpleNamespace(attention=lambda *_, window, **__: handed.append(window))
+    monkeypatch.setattr("radixpool.kernels.ops.implementation", lambda backend, device: recorder)
+    plan, pool = plan_forest([[1, 2]], [20], spec=spec_of()), torch.zeros(4, 2, 16, 32)
+    for window in (0, 7, 2**31 - 1, 2**31, 2**63 - 1):
+        extend(torch.zeros(1, 8, 32), pool, pool, plan, window=window)
+    assert handed == [0, 7, 2**31 - 1, 2**31 - 1, 2**31 - 1]
 
 
 def test_block_ids_outside_the_pool_on_request():

@@ -23,6 +23,7 @@ _MAX_PATH_BYTES = 107
 _PEER_CREDENTIALS = struct.Struct("3i")
 _REPLY_BYTES = 16
 _RECEIVE_TIMEOUT_S = 10.0
+_ACCEPT_PAUSE_S = 0.1
 
 _HANDING_OUT = failpoint("holder.handing_out")
 
@@ -45,6 +46,7 @@ class DescriptorServer:
         self._descriptor = descriptor
         self._tag = tag
         self._socket = _listen(address)
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="radixpool-descriptors", daemon=True)
         self._thread.start()
 
@@ -55,6 +57,7 @@ class DescriptorServer:
 
     def close(self) -> None:
         """Stop serving and remove the socket's path. Idempotent."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -63,11 +66,12 @@ class DescriptorServer:
             Path(self._address).unlink(missing_ok=True)
 
     def _serve(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError:  # closed, or short of descriptors for the moment
+                self._closed.wait(_ACCEPT_PAUSE_S)
+                continue
             with connection, contextlib.suppress(OSError):  # a peer that hangs up harms only itself
                 if _peer_uid(connection) in (os.geteuid(), 0):
                     _HANDING_OUT()

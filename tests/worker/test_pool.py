@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import socket
 import subprocess
@@ -252,6 +253,25 @@ def test_a_socket_path_that_is_too_long_is_named(descriptor):
 def test_nobody_at_the_address():
     with pytest.raises(DescriptorRefused, match="@radixpool-nobody"):
         receive_descriptor("@radixpool-nobody", tag=bytes(16))
+
+
+def test_a_holder_short_of_descriptors_hands_out_again_later(monkeypatch, descriptor):
+    """It said nothing and never handed the pool out again."""
+    accept, refused = socket.socket.accept, []
+
+    def accept_later(listener):
+        if not refused:
+            refused.append(listener)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    server = DescriptorServer("@radixpool-test-short", descriptor, tag=b"a" * 16)
+    try:
+        os.close(receive_descriptor(server.address, tag=b"a" * 16))
+    finally:
+        server.close()
+    assert refused
 
 
 def test_a_peer_that_hangs_up_disturbs_nobody(descriptor):

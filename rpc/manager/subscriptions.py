@@ -19,8 +19,8 @@ from radixpool.rpc.security.identity import current_tenant
 from radixpool.v1 import admin_pb2 as pb
 
 POLL_S: Final = 0.02
-_EVENT_BYTES: Final = 1024
-"""What an event takes besides tokens and block ids: its namespace, media and numbers."""
+_EVENT_BYTES: Final = 4096
+"""What an event takes at most besides tokens, block ids and media: a namespace with four long fields, and numbers."""
 _ROOM_BYTES: Final = limits.MAX_MESSAGE_BYTES - _EVENT_BYTES
 
 
@@ -89,7 +89,9 @@ def _parts(events: Iterable[Event]) -> Iterator[list[Event]]:
     for event in events:
         size = _EVENT_BYTES
         if not isinstance(event, Cleared):
-            size += len(event.blocks) + (len(event.tokens) if isinstance(event, Stored) else 0)
+            size += len(event.blocks)
+        if isinstance(event, Stored):
+            size += len(event.tokens) + len(event.media)
         if part and (size > room or len(part) == limits.EVENTS_PER_MESSAGE):
             yield part
             part, room = [], _ROOM_BYTES

@@ -187,6 +187,15 @@ def test_long_runs_come_in_messages_of_the_size_that_is_allowed(make_server):
             assert len(told.match(prompt)) == len(fresh.match(prompt)) == 17_000 // 16
 
 
+def test_long_namespaces_count_too(make_server):
+    namespace = Namespace("m" * 500, "r" * 500, "a" * 500, tenant="t" * 450)
+    with Client(make_server(num_blocks=70_000, block_size=16).address) as client:
+        for number in range(64):
+            keep(client, [number] * 16_000, namespace=namespace)
+        batches = itertools.islice(client.subscribe_events(), 2)
+        assert sum(len(batch.events) for batch in batches) == 64
+
+
 def test_one_run_larger_than_a_message_is_told_in_parts(make_server):
     """A prompt is told with its block ids: while a very long one was cached, nobody could subscribe."""
     server = make_server(num_blocks=400_000, block_size=2)
@@ -194,7 +203,7 @@ def test_one_run_larger_than_a_message_is_told_in_parts(make_server):
         live = client.subscribe_events()
         next(live)
         prompt = range(720_000)
-        keep(client, prompt)
+        client.acquire(prompt).release(commit_upto=len(prompt))
         told, fresh = EventIndex(block_size=2), EventIndex(block_size=2)
         told.load(Snapshot(0, ()))
         for batch in take(live, last_seq(server)):

@@ -300,7 +300,8 @@ def test_a_callers_own_sequence_survives_a_killed_manager(system, sampling):
     prompt = random_tokens(100)
     alone, ours = (replace(system.namespace, cache_salt=next(SALTS)) for _ in range(2))
     with Client(system.address) as owner, WorkerClient(system.workers[0].address) as worker:
-        with owner.acquire(prompt, namespace=alone) as sequence:
+        # the test before may have killed a manager: what was in use then is fenced for a lease and a grace, 3.5 s
+        with owner.acquire(prompt, namespace=alone, wait_s=20) as sequence:
             expected = streamed(worker.generate_sequence(sequence.handle, params))
         whole = owner.acquire(prompt, namespace=ours)
         bare = owner.acquire(random_tokens(40), namespace=ours)

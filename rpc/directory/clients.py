@@ -63,20 +63,21 @@ class ClientTable:
     def add(self, client_id: bytes, client: KnownClient) -> None:
         """Record a client before it can hold anything, a known one as it is now. O(1).
 
-        Raises DirectoryNoSpace when the table is full.
+        Raises DirectoryNoSpace when the table is full of others.
         """
         former = self._slots.get(client_id)
         if former is not None and self._read(former) == client:
             return
-        if not self._free:
+        # In a full table a known client is written over itself; torn, it is a client nobody knows.
+        slot = self._free.pop() if self._free else former
+        if slot is None:
             raise DirectoryNoSpace(f"client table holds at most {len(self._region) // CLIENT_SLOT_BYTES} clients")
-        slot = self._free.pop()
         at = slot * CLIENT_SLOT_BYTES
         mark = client.process or _UNWATCHED
         body = _BODY.pack(client_id, mark.namespace, mark.start_ticks, mark.boot_id, mark.pid, client.role)
         self._region[at : at + len(body) + _CRC.size] = body + _CRC.pack(zlib.crc32(body))
         self._slots[client_id] = slot
-        if former is not None:
+        if former is not None and former != slot:
             self._clear(former)
 
     def discard(self, client_id: bytes) -> None:

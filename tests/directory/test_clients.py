@@ -55,6 +55,18 @@ def test_a_full_table_refuses_and_says_its_limit(region: memoryview) -> None:
     assert ClientTable(region).client_ids == {TWO, THREE}
 
 
+def test_a_full_table_still_knows_its_clients_as_they_are_now(region: memoryview) -> None:
+    table = ClientTable(region)
+    for client_id in (ONE, TWO):
+        table.add(client_id, NOBODY)
+    worker = KnownClient(2, ProcessMark(5, 4026531836, bytes(range(16)), 77))
+    table.add(ONE, worker)
+    assert table.known() == ClientTable(region).known() == {ONE: worker, TWO: NOBODY}
+    table.discard(ONE)
+    table.add(THREE, NOBODY)
+    assert ClientTable(region).client_ids == {TWO, THREE}
+
+
 def test_a_slot_torn_at_any_byte_is_a_client_nobody_knows(region: memoryview) -> None:
     client = os.urandom(16).replace(b"\0", b"\1")
     ClientTable(region).add(client, NOBODY)

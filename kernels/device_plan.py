@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from radixpool.kernels.plan_send import StepSender
 
 Array = NDArray[np.int32]
+MAX_STATE_VALUES = 2**32  # merges count the values of partial states (16 GiB) in 32 bits
 ROOM_BLOCKS = 8  # columns at least that the tables may grow by without a new plan; with a capacity as many as steps ask
 
 
@@ -140,6 +141,8 @@ class DevicePlan:
         """
         self.refuse_capture()
         facts, capacity = cut.facts, self.capacity
+        if capacity is None:
+            self.reserve_parts(facts.num_parts)  # first, as it may be refused: the plan then stays what it was
         self.forget()
         if capacity is None:
             self.tall, self.merge_grid = bool(facts.tall), facts.num_merge_rows
@@ -154,7 +157,6 @@ class DevicePlan:
             if self.buffer is None or len(self.buffer) != layout.total:
                 self.buffer = torch.empty(layout.total, dtype=torch.int32, device=self.spec.device)
             self.buffer.copy_(host, non_blocking=True)
-            self.reserve_parts(facts.num_parts)
         else:
             assert capacity is not None
             begin = layout.begins[-1]
@@ -236,6 +238,9 @@ class Workspace:
 
     def __init__(self, spec: AttentionSpec, count: int) -> None:
         self.count, self.heads, self.width = count, spec.num_q_heads, state_width(spec)
+        if count * self.heads * self.width > MAX_STATE_VALUES:
+            most = MAX_STATE_VALUES // (self.heads * self.width)
+            raise ValueError(f"plan: expected at most {most} partial states (16 GiB), got {count}: split the batch")
         self.begin = -(-count * self.heads // ALIGN) * ALIGN
         entries = self.begin + count * self.heads * self.width
         self.memory = torch.empty(entries, dtype=torch.float32, device=spec.device)

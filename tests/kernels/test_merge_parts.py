@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="Triton is not installed: the torch backend
 
 import triton.language as tl
 
-from radixpool.kernels import AttentionSpec, device_merge
-from radixpool.kernels.device_plan import state_width
+from radixpool.kernels import AttentionSpec, device_merge, device_plan
+from radixpool.kernels.device_plan import Workspace, state_width
 from radixpool.kernels.launch import (
     FEW_PARTS,
     MANY_PARTS,
@@ -164,6 +164,27 @@ def test_a_call_that_stops_between_its_launches_begins_the_phases_anew(
         with pytest.raises(KeyboardInterrupt):
             batch.run(plan)
     assert not marks.any()
+    torch.testing.assert_close(batch.run(plan)[0], want, atol=0, rtol=0)
+
+
+def test_more_states_than_a_merge_can_count_are_refused():
+    """Their offsets have 32 bits: more would be read from the beginning again."""
+    spec = AttentionSpec(num_q_heads=64, num_kv_heads=8, head_dim=128, block_size=16, device="meta")
+    assert Workspace(spec, 2**19).part.shape == (2**19, 64, 128)
+    with pytest.raises(ValueError, match=r"expected at most 524288 partial states .* got 524289"):
+        Workspace(spec, 2**19 + 1)
+
+
+def test_a_batch_of_too_many_states_leaves_the_plan_as_it_was(make_batch, programs_per_head, monkeypatch):
+    programs_per_head(4)
+    batch = make_batch(lens=(400, 30))
+    plan = batch.plan()
+    want, _ = batch.run(plan)
+    monkeypatch.setattr(device_plan, "MAX_STATE_VALUES", plan.device_plan.workspace.memory.numel())
+    programs_per_head(40)
+    with pytest.raises(ValueError, match="partial states"):
+        plan.update(batch.tables, torch.tensor([399, 29]))
+    assert plan.seq_lens.tolist() == [400, 30]
     torch.testing.assert_close(batch.run(plan)[0], want, atol=0, rtol=0)
 
 

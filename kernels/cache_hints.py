@@ -19,6 +19,7 @@ from typing import Any
 
 from triton import knobs
 from triton.runtime.cache import get_cache_manager
+from triton.runtime.errors import PTXASError
 
 # The policy is what createpolicy.fractional.L2::evict_first gives for 1.0. Copies behind a predicate stay as they are:
 # PTX has none for blocks.
@@ -49,7 +50,10 @@ def with_hints(compile_with: Callable[[dict[str, Any]], Any], options: dict[str,
     name = f"evict_first-{hashlib.sha256(hinted.encode()).hexdigest()[:16]}"
     cache = get_cache_manager(plain.hash)
     path = cache.get_file(f"{name}.ptx") or cache.put(hinted, f"{name}.ptx", binary=False)
-    kernel = compile_with({**options, "ir_override": path})
+    try:
+        kernel = compile_with({**options, "ir_override": path})
+    except PTXASError:  # an assembler that takes no such policy
+        return plain
     seen = cache.get_file(f"{name}.seen")
     if seen is None:
         verdict = "kept" if keeps_policy(kernel.asm["cubin"]) else "lost"

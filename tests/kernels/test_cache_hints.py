@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: the torch backend runs alone")
 
+from triton.runtime.errors import PTXASError
+
 from radixpool.kernels import cache_hints
 from radixpool.kernels.launch import EVICT_FIRST_BYTES, evicts_first
 
@@ -73,6 +75,15 @@ def test_a_kernel_that_lost_its_policy_is_not_used(cache):
 
 def test_small_launches_evict_first():
     assert evicts_first(192 * 2**20) and evicts_first(EVICT_FIRST_BYTES) and not evicts_first(EVICT_FIRST_BYTES + 1)
+
+
+def test_an_assembler_that_refuses_the_policy_gets_the_plain_kernel(cache):
+    def refused(options):
+        if "ir_override" in options:
+            raise PTXASError("Unknown modifier '.L2::cache_hint'")
+        return compiled(options)
+
+    assert cache_hints.with_hints(refused, {}).asm["ptx"] == PLAIN
 
 
 def test_without_a_disassembler_no_policy_counts_as_kept(monkeypatch):

@@ -44,6 +44,11 @@ def system(tiny_model, process_system):
         system.client.close()
 
 
+def nothing_is_held(system):
+    cache = system.client.stats().cache
+    return cache.held_blocks == cache.quarantined_blocks == 0
+
+
 def random_tokens(count, seed=None):
     draw = random.Random(seed)
     return [draw.randrange(3, 290) for _ in range(count)]
@@ -300,8 +305,8 @@ def test_a_callers_own_sequence_survives_a_killed_manager(system, sampling):
     prompt = random_tokens(100)
     alone, ours = (replace(system.namespace, cache_salt=next(SALTS)) for _ in range(2))
     with Client(system.address) as owner, WorkerClient(system.workers[0].address) as worker:
-        # the test before may have killed a manager: what was in use then is fenced for a lease and a grace, 3.5 s
-        with owner.acquire(prompt, namespace=alone, wait_s=20) as sequence:
+        system.wait(lambda: nothing_is_held(system))  # else a manager killed just before still fences its blocks
+        with owner.acquire(prompt, namespace=alone) as sequence:
             expected = streamed(worker.generate_sequence(sequence.handle, params))
         whole = owner.acquire(prompt, namespace=ours)
         bare = owner.acquire(random_tokens(40), namespace=ours)

@@ -23,6 +23,8 @@ JITTER: Final = 0.2
 
 ROOM_POLL_S: Final = 0.1
 """How often to ask whether there is room to acquire a lost sequence again."""
+ROOM_PATIENCE: Final = 1.5
+"""By the defaults 15 s: a restarted manager fences what its former life used for a lease of 10 s and 2 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,9 @@ def lacks_room(error: RadixPoolError) -> bool:
 
 
 def until_room(options: RetryOptions) -> RetryOptions:
-    """Return how to wait for room: evenly, and as long as for a manager that does not answer."""
-    return replace(options, initial_backoff_s=ROOM_POLL_S, multiplier=1.0)
+    """Return how to wait for room: evenly, and half as long again as for a manager that does not answer."""
+    total_s = ROOM_PATIENCE * options.total_s
+    return replace(options, initial_backoff_s=ROOM_POLL_S, multiplier=1.0, total_s=total_s)
 
 
 def call_with_retries(

@@ -161,7 +161,7 @@ class RemoteSequence(SequenceState):
     def resume(self, tokens: bytes) -> None:
         """Acquire all its tokens and the packed `tokens` after them again, once there is room. Like `reacquire`.
 
-        Waits for room as long as calls are tried again: blocks of a former life of the manager may still be fenced.
+        Waits for room half as long again as calls are tried again: a former life's blocks may still be fenced.
         """
         self.apply_acquired(self._client.reacquire_when_there_is_room(self.acquire_longer(tokens)))
 

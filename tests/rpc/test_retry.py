@@ -14,11 +14,13 @@ import time
 import pytest
 
 from radixpool.radix import UnknownSequence
+from radixpool.rpc import limits
 from radixpool.rpc import operations as ops
 from radixpool.rpc.client import AsyncClient, Client, ClientOptions
 from radixpool.rpc.client.identity import Identity
-from radixpool.rpc.client.retry import RetryOptions, call_with_retries, pauses
+from radixpool.rpc.client.retry import NO_RETRY, RetryOptions, call_with_retries, pauses, until_room
 from radixpool.rpc.errors import Fenced, ManagerUnavailable
+from radixpool.rpc.manager.recovery import GRACE_S
 
 PROMPT = list(range(40))
 PATIENT = ClientOptions(retry=RetryOptions(total_s=60))
@@ -214,3 +216,9 @@ def test_connections_under_way_are_looked_at_often():
         environment = {key: value for key, value in os.environ.items() if key != name} | own
         shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
         assert shown.stdout == f"{expected}\n".encode()
+
+
+def test_by_default_room_is_waited_for_until_a_former_life_is_over():
+    """The fence took 12 s, and callers gave their sequences up after 10."""
+    assert until_room(RetryOptions()).total_s > limits.DEFAULT_LEASE_TTL_MS / 1000 + GRACE_S
+    assert until_room(NO_RETRY).total_s == 0

@@ -41,9 +41,17 @@ def evict_first(ptx: str) -> str:
 def with_hints(compile_with: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> Any:
     """Return the kernel that `compile_with` makes of compiler options, with hints on its copies where they are kept.
 
-    The changed PTX, and what was seen of its code, go into Triton's cache beside the kernel, for other processes.
+    The changed PTX, and what was seen of its code, go into Triton's cache beside the kernel, for other processes; in
+    this one the kernel itself remembers its twin: Triton hands it out again for every new shape of the arguments.
     """
     plain = compile_with(options)
+    if not hasattr(plain, "hinted"):
+        plain.hinted = hinted_twin(plain, compile_with, options)
+    return plain.hinted
+
+
+def hinted_twin(plain: Any, compile_with: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> Any:
+    """Return a kernel with hints on its copies, or `plain` where it has none or would lose them."""
     hinted = evict_first(plain.asm["ptx"])
     if hinted == plain.asm["ptx"]:
         return plain

@@ -66,6 +66,13 @@ def test_a_kernel_that_keeps_its_policy_is_looked_at_once(cache):
     assert cache.looks == 1
 
 
+def test_a_kernel_that_comes_again_in_one_process_has_its_twin_at_hand(cache, monkeypatch):
+    plain = compiled({})
+    first = cache_hints.with_hints(lambda options: compiled(options) if "ir_override" in options else plain, {})
+    monkeypatch.setattr(cache_hints, "evict_first", None)
+    assert cache_hints.with_hints(lambda options: plain, {}) is first is not plain
+
+
 def test_a_kernel_that_lost_its_policy_is_not_used(cache):
     cache.keeps = False
     for _ in range(2):

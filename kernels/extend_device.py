@@ -23,7 +23,6 @@ from radixpool.kernels.extend_device_load import (
     make_barriers,
     produce,
     row_tile_layout,
-    thread_barrier,
 )
 from radixpool.kernels.extend_device_tile import (
     LOG2E,
@@ -38,6 +37,7 @@ from radixpool.kernels.extend_device_tile import (
     store_out,
     store_part,
     sum_in_thread,
+    thread_barrier,
 )
 
 

@@ -21,7 +21,6 @@ from radixpool.kernels.extend_device_load import (
     produce,
     produce_chunks,
     row_tile_layout,
-    thread_barrier,
 )
 from radixpool.kernels.extend_device_tile import (
     LOG2E,
@@ -31,6 +30,7 @@ from radixpool.kernels.extend_device_tile import (
     store_out,
     store_part,
     sum_in_thread,
+    thread_barrier,
 )
 
 FP8_MAX = gl.constexpr(448.0)

@@ -16,7 +16,6 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 UNSPECIALISED = ["stride_table", "window", "stride_ks_head", "stride_vs_head"]
 # Names that Triton changed between 3.6 and 3.9.
 copy_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 NEW_NAMES = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 

@@ -6,6 +6,7 @@ One consumer warpgroup owns 64 or 128 packed rows (query row, head of the GQA gr
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+# Its name changed between Triton 3.6 and 3.9.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
